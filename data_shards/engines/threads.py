@@ -39,20 +39,24 @@ class ThreadEngine:
         *,
         done: Callable[[_Result], None],
     ) -> dict[_Part, _Result]:
-        stop = threading.Event()
+        stop, failures = threading.Event(), list[BaseException]()
 
         def one(part: _Part) -> _Result:
             _here.stop = stop
             try:
                 give_up_if_stopped()
                 return work(request, part)
-            except BaseException:
+            except BaseException as error:
+                failures.append(error)
                 stop.set()  # here: the main thread only notices when it waits for this part
                 raise
 
         results: dict[_Part, _Result] = {}
         found = run_threads(one, [(part,) for part in parts], threads=self.workers, stop=stop)
-        for part, result in zip(parts, found, strict=True):
-            results[part] = result
-            done(result)
+        try:
+            for part, result in zip(parts, found, strict=True):
+                results[part] = result
+                done(result)
+        except GivenUp:
+            raise failures[0] from None  # of another part, which is why
         return results

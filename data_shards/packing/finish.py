@@ -19,6 +19,7 @@ import numpy as np
 from shardvit.data_shards.durable import flush, lines_text
 from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.packing import found
+from shardvit.data_shards.packing.appending import appended_line, open_again
 from shardvit.data_shards.packing.found import Counts
 from shardvit.data_shards.packing.plan_file import JOB_FILE, PackJob, load_job
 from shardvit.data_shards.packing.seen import SEEN_FILE, add_digests, read_digests_of
@@ -32,6 +33,7 @@ from shardvit.data_shards.packing.shard_writer import (
 )
 from shardvit.data_shards.packing.sources.base import SplitName
 from shardvit.data_shards.packing.work import open_work, scratch_folder, unpacked_path, work_path
+from shardvit.data_shards.sets.live import join_manifests
 from shardvit.data_shards.sets.statistics import write_statistics
 from shardvit.data_shards.shards.location import is_local, join, local_path, redacted
 from shardvit.data_shards.shards.manifest import (
@@ -82,22 +84,33 @@ def finish(job: PackJob, *, report: Report) -> Counts:
     reason = "it has no label: it is not in a class folder, or is no sample with one image and one label"
     unreadable[:0] = [{"path": path, "split": split, "label": None, "reason": reason} for split, path in job.left_out]
     counts = Counts(unreadable=len(unreadable), **job.excluded, **found.count_groups(groups))
-    result = job.result
+    result, lists = job.result, job.lists
     for number, record in records.items():
         if not record.shard.num_samples:
             result.remove(job.file(number))
             result.remove(index_file(job.file(number)))
     for lines, file in ((groups, found.DUPLICATES_FILE), (unreadable, found.UNREADABLE_FILE)):
         if lines:
-            result.write(file, lines_text(lines))
-    result.write(SEEN_FILE, seen)
-    result.write("_info.json", json_text(timm_info(manifests)).encode())
-    result.write(PACK_FILE, json_text({**job.content, "found": vars(counts)}).encode())
-    for manifest, numbers in zip(manifests, kept.values(), strict=True):
-        of_split = (record for number, record in records.items() if job.plan.split(number)[0] == manifest.split)
+            lists.write(file, lines_text(lines))
+    lists.write(SEEN_FILE, seen)
+    content = {**job.content, "found": vars(counts)}
+    live = open_again(job) if job.start.packing else None
+    whole = join_manifests(live.manifests if live else {}, {manifest.split: manifest for manifest in manifests})
+    made: dict[str, list[int]] = dict(kept.items())
+    for split, manifest in whole.items():
+        of_split = (record for number, record in records.items() if job.plan.split(number)[0] == split)
         lost = sum(len(record.refused) for record in of_split)
-        with scratch_folder(job.out) as own:
-            write_statistics(result.at(manifest.split), manifest, _rows(job, numbers), unreadable=lost, scratch=own)
+        rows = _rows(job, made.get(split, []))
+        if live is None or (rows := live.statistics(split, rows)):
+            with scratch_folder(job.out) as own:
+                write_statistics(result.at(split), manifest, rows, unreadable=lost, scratch=own)
+    result.write("_info.json", json_text(timm_info(whole.values())).encode())
+    if live is not None:
+        report(appended_line(job, live, manifests, read_digests_of(seen, job.numbers(job.plan))))
+        live.finish(content, whole)
+        _remove_work(job)
+        return counts
+    result.write(PACK_FILE, json_text(content).encode())
     for manifest in reversed(manifests):  # train's is the last: with it the set is there
         sizes = {shard.file: shard.num_samples for shard in manifest.shards}
         result.write(f"{manifest.split}/sizes.json", json_text(sizes).encode())
@@ -162,11 +175,20 @@ def _report_lost_classes(job: PackJob, records: dict[int, ShardRecord], report: 
             report(f"no image of the class {job.classes[label]} in split {split} can be read")
 
 
-def _put_in_place(job: PackJob) -> None:
+def _remove_work(job: PackJob) -> None:
     shutil.rmtree(unpacked_path(job.out), ignore_errors=True)
-    if not is_local(job.out):
+    if is_local(job.out):
+        shutil.rmtree(work_path(local_path(job.out)))
+        found.list_beside(local_path(job.out)).unlink(missing_ok=True)
+    else:
         remove_work(job)
+
+
+def _put_in_place(job: PackJob) -> None:
+    if not is_local(job.out):
+        _remove_work(job)
         return
+    shutil.rmtree(unpacked_path(job.out), ignore_errors=True)
     out, work = local_path(job.out), work_path(local_path(job.out))
     for folder in (*(work / "result" / split for split in job.plan.splits), work / "result"):
         flush(folder)
@@ -182,7 +204,8 @@ def _put_in_place(job: PackJob) -> None:
 def sweep(job: PackJob, old: PackJob | None, finished: Sequence[int]) -> int:
     """Remove what an earlier attempt left of shards that are not finished; return the number of its records."""
     files = {job.file(number) for number in finished}
-    if not is_local(job.out):
+    if not is_local(job.out) or job.start.packing:
+        old = old if old and old.start == job.start else None  # else its shards may be those of the set
         before = {old.file(number) for number in range(len(old.plan.sizes))} if old else set[str]()
         planned = {job.file(number) for number in range(len(job.plan.sizes))}
         for file in before - planned:

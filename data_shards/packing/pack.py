@@ -36,19 +36,15 @@ from shardvit.data_shards.engines.engine import LocalEngine, PartsEngine
 from shardvit.data_shards.engines.threads import ThreadEngine
 from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.packing import found
+from shardvit.data_shards.packing.appending import go_on, has_before, start_of
 from shardvit.data_shards.packing.exclusion import Excluded, find_excluded
 from shardvit.data_shards.packing.finish import clear, demand_same, difference, finish, is_there, manifests_of, sweep
 from shardvit.data_shards.packing.found import Counts, PackReport
 from shardvit.data_shards.packing.plan_file import PackJob, PlanTable, load_job, save_job, write_table
 from shardvit.data_shards.packing.request import HoldoutList, PackRequest, read_holdout_list
 from shardvit.data_shards.packing.seen import SEEN_FILE, compare_seen, write_seen
-from shardvit.data_shards.packing.shard_plan import PackPlan, ShardPlan, make_plan, needed_bytes
-from shardvit.data_shards.packing.shard_writer import (
-    MadeShard,
-    digest_shard,
-    find_record,
-    make_shard,
-)
+from shardvit.data_shards.packing.shard_plan import PackPlan, ShardPlan, Start, make_plan, needed_bytes
+from shardvit.data_shards.packing.shard_writer import MadeShard, digest_shard, find_record, make_shard
 from shardvit.data_shards.packing.sources.archive import Unpacking
 from shardvit.data_shards.packing.sources.base import Source
 from shardvit.data_shards.packing.sources.recognise import open_source
@@ -62,7 +58,8 @@ from shardvit.data_shards.packing.work import (
 )
 from shardvit.data_shards.processes import num_cores
 from shardvit.data_shards.progress_line import Progress
-from shardvit.data_shards.shards.location import is_local, local_path, redacted
+from shardvit.data_shards.sets.live import LiveSet, open_live
+from shardvit.data_shards.shards.location import is_local, join, local_path, redacted
 from shardvit.data_shards.shards.shard_set import Report
 from shardvit.data_shards.store.folders import open_folder
 from shardvit.data_shards.text import counted, printable, show_bytes
@@ -110,7 +107,10 @@ def pack(
         if is_local(location) and not work_path(Path(location)).is_dir():
             shutil.rmtree(unpacked_path(location), ignore_errors=True)
     manifests = () if counts is None else manifests_of(location, text)
-    result = PackReport(text, manifests, counts or Counts(), compared, seconds=time.monotonic() - start)
+    lists = text
+    if manifests and request.existing == "append":
+        lists = join(text, Start(len(open_live(open_folder(location)).packings) - 1).lists)
+    result = PackReport(text, manifests, counts or Counts(), compared, lists, seconds=time.monotonic() - start)
     for line in result.lines(dropped=request.duplicates == "drop") if manifests else ():
         report(line)
     return result
@@ -173,27 +173,34 @@ class _Packing:
     def run(self, source_spec: str) -> tuple[Counts, str]:
         """Return what was found, and what was compared if OUT was there."""
         source, content = self._open(source_spec)
-        if is_there(self.out):
-            return self._compare(source, content)
+        live = self._live()
+        if (before := self._before(live, content)) is not None:
+            return self._compare(source, content, before)
         chosen = self._choose(source)
         try:
-            with open_work(self.out), self._explain_full_disk():
-                job, left = self._plan(source, content, *chosen)
+            with open_work(self.out, keep=live is not None), self._explain_full_disk():
+                planned = self._plan(source, content, *chosen, live)
                 del source, chosen  # 100 bytes an image, and the plan is written
-                self._make(job, left)
-                return finish(job, report=self.report), ""
+                if planned:
+                    self._make(*planned)
+                    return finish(planned[0], report=self.report), ""
+            return self._nothing_new()
         except (OSError, UserError):
-            if not is_local(self.out) and is_there(self.out):  # another process has finished the same
+            if not live and not is_local(self.out) and is_there(self.out):  # another process has finished the same
                 return self._compare(*self._open(source_spec))
             raise
 
     def run_step(self, source_spec: str, step: PackStep, task: int, of: int) -> tuple[Counts | None, str]:
         if step == "plan":
             source, content = self._open(source_spec)
-            if is_there(self.out):
-                return self._compare(source, content)
+            live = self._live()
+            if (before := self._before(live, content)) is not None:
+                return self._compare(source, content, before)
             with open_work(self.out, keep=True), self._explain_full_disk():
-                job, left = self._plan(source, content, *self._choose(source))
+                planned = self._plan(source, content, *self._choose(source), live)
+            if planned is None:
+                return self._nothing_new()
+            job, left = planned
             shards = f"{len(left):,} of {counted(len(job.plan.sizes), 'shard')}"
             self.report(f"{self.shown}: planned, {shards} to be made")
             return None, ""
@@ -220,13 +227,31 @@ class _Packing:
         request = self.request.as_json(source.spec)
         return source, {"version": PACK_VERSION, "request": request, "fingerprint": source.fingerprint()}
 
-    def _compare(self, source: Source, content: dict[str, Any]) -> tuple[Counts, str]:
-        counts = demand_same(self.out, content)
-        compared = compare_seen(self.out, source, self.request, report=self.report)
+    def _live(self) -> LiveSet | None:
+        return open_live(open_folder(self.out)) if self.request.existing == "append" else None
+
+    def _before(self, live: LiveSet | None, content: dict[str, Any]) -> str | None:
+        """Locate the lists of an earlier packing that is to be compared; None if there is none."""
+        if live is None:
+            return self.out if is_there(self.out) else None
+        number = live.find(content)
+        return None if number is None else live.lists(number).location
+
+    def _compare(self, source: Source, content: dict[str, Any], packing: str | None = None) -> tuple[Counts, str]:
+        counts = demand_same(packing or self.out, content)
+        compared = compare_seen(packing or self.out, source, self.request, report=self.report)
         clear(self.out)  # killed before the end
         return counts, compared
 
-    def _named(self) -> PackRequest:
+    def _nothing_new(self) -> tuple[Counts, str]:
+        clear(self.out)
+        return Counts(), "the bytes of all images, which the set has already"
+
+    def _named(self, live: LiveSet | None = None) -> PackRequest:
+        if live is not None:
+            if self.request.name not in (None, name := live.manifests["train"].name):
+                raise UserError(f"--name: {self.shown} is {name!r}, and what is appended to it, too; leave it out")
+            return replace(self.request, name=name)
         last = os.path.basename(os.path.realpath(self.out)) if is_local(self.out) else self.out.rpartition("/")[2]
         return replace(self.request, name=self.request.name or printable(last))
 
@@ -236,11 +261,14 @@ class _Packing:
         return (plan if excluded is None else make_plan(source, request, without=excluded.marks)), excluded
 
     def _plan(
-        self, source: Source, content: dict[str, Any], plan: PackPlan, excluded: Excluded | None
-    ) -> tuple[PackJob, Sequence[int]]:
-        """Write the plan; return it with the shards that are not finished."""
-        request, old = self._named(), load_job(self.out)
-        if old and not is_local(self.out) and (different := difference(old.content["request"], content["request"])):
+        self, source: Source, content: dict[str, Any], plan: PackPlan, excluded: Excluded | None, live: LiveSet | None
+    ) -> tuple[PackJob, Sequence[int]] | None:
+        """Write the plan; return it with the shards that are not finished. None if there is nothing to append."""
+        request, old = self._named(live), load_job(self.out)
+        start = start_of(live) if live else Start()
+        plan = go_on(plan, live, start) if live else plan
+        is_shared = old is not None and old.start == start and not is_local(self.out)
+        if old and is_shared and (different := difference(old.content["request"], content["request"])):
             where = redacted(old.work.location)
             raise UserError(f"{self.shown}: another request is packed into it ({different}); wait, or delete {where}")
         all_files = {id(images.files): images.files for images in source.splits.values()}
@@ -265,6 +293,7 @@ class _Packing:
             without_matches_of=tuple(each.digest for each in request.exclusion.sets) if request.exclusion else (),
             left_out=source.left_out,
             excluded=excluded.counts if excluded else {},
+            start=start,
         )
         for files in saved:
             files.prepare(self.report)
@@ -274,7 +303,15 @@ class _Packing:
             numbers, digests = plan.numbers, self._digests(whole)
             marks = np.zeros(source.num_images, dtype=np.bool_) if excluded is None else excluded.marks.copy()
             marks[numbers[[number for group in found.equal_digests(digests) for number in group[1:]]]] = True
+            if live is not None:
+                known = has_before(live, digests)
+                self.report(f"{self.shown}: {counted(int(known.sum()), 'image')} left out that the set has already")
+                marks[numbers[known]] = True
+                if marks[numbers].all():
+                    save_job(job)  # names what `clear` removes
+                    return None
             plan = make_plan(source, request, without=marks)
+            plan = go_on(plan, live, start) if live else plan
         table = write_table(plan.shards, "plan", job, first=first)
         job = replace(job, plan=table, whole=job.whole if job.drops_duplicates else table)
         with scratch_folder(self.out) as scratch:
@@ -287,7 +324,7 @@ class _Packing:
         if is_local(self.out):
             self._demand_space([plan.shards[number] for number in left])
         if excluded is not None:
-            excluded.write(job.result, request)
+            excluded.write(job.lists, request)
         return job, left
 
     def _digests(self, job: PackJob) -> bytes:

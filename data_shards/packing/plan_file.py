@@ -12,7 +12,7 @@ import hashlib
 import io
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
@@ -22,14 +22,14 @@ from numpy.typing import NDArray
 from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.images.decode import PixelLimit
 from shardvit.data_shards.packing.image import PACKED_LIMIT, Resize
-from shardvit.data_shards.packing.shard_plan import Line, ShardPlan, shard_file
+from shardvit.data_shards.packing.shard_plan import Line, ShardPlan, Start, shard_file
 from shardvit.data_shards.packing.sources.base import ImageSet, Int64s, SplitName
 from shardvit.data_shards.packing.sources.located import Container, LocatedFiles
 from shardvit.data_shards.packing.work import result_folder, work_folder
 from shardvit.data_shards.shards.location import redacted
 from shardvit.data_shards.shards.shard_index import Texts
 from shardvit.data_shards.store.download import StoreError
-from shardvit.data_shards.store.folders import Folder
+from shardvit.data_shards.store.folders import Folder, open_folder
 from shardvit.data_shards.text import parse_json
 from shardvit.data_shards.vocabulary import LabelKind
 
@@ -88,6 +88,7 @@ class PackJob:
     without_matches_of: tuple[str, ...]
     left_out: tuple[tuple[SplitName, str], ...]
     excluded: Mapping[str, int]  # counts, for `Counts`
+    start: Start = field(default_factory=Start)
 
     @property
     def work(self) -> Folder:
@@ -95,22 +96,27 @@ class PackJob:
 
     @property
     def result(self) -> Folder:
-        return result_folder(self.out)
+        return open_folder(self.out) if self.start.packing else result_folder(self.out)
+
+    @property
+    def lists(self) -> Folder:
+        """Folder of the packing's lists: the result, unless it is appended to a set."""
+        return self.result.at(self.start.lists) if self.start.lists else self.result
 
     @property
     def pixel_limit(self) -> PixelLimit:
         return replace(PACKED_LIMIT, pixels=self.max_image_pixels)
 
-    def file(self, number: int) -> str:
+    def file(self, number: int, table: PlanTable | None = None) -> str:
         """`train/NAME-train-000007.tar`: a shard's place in the result."""
-        split, at = self.plan.split(number)
-        return f"{split}/{shard_file(self.name, split, at)}"
+        split, at = (table or self.plan).split(number)
+        return f"{split}/{shard_file(self.name, split, at + self.start.shards.get(split, 0))}"
 
     def shard(self, number: int, table: PlanTable | None = None) -> ShardPlan:
         """Read the images of a shard."""
         table = table or self.plan
         (found,) = self._read(table, [number])
-        split, at = table.split(number)
+        split = table.split(number)[0]
         numbers, labels = _integers(found, "number"), _integers(found, "label")
         files = LocatedFiles(
             self.source,
@@ -124,7 +130,8 @@ class PackJob:
         if self.kind == "multi":
             labels = labels.reshape(len(numbers), -1)
         images = ImageSet(files, np.arange(len(numbers)), labels)
-        return ShardPlan(shard_file(self.name, split, at), images, numbers, self.classes, split)
+        file = self.file(number, table).rpartition("/")[2]
+        return ShardPlan(file, images, numbers, self.classes, split, self.start.images)
 
     def numbers(self, table: PlanTable) -> Int64s:
         """Read all images' numbers in the source, in the plan's order."""
@@ -190,7 +197,7 @@ def write_table(shards: Sequence[ShardPlan], name: str, job: PackJob, *, first: 
 def save_job(job: PackJob) -> None:
     """Write plan.json."""
     content = {name: value for name, value in vars(job).items() if name not in ("out", "containers", "plan", "whole")}
-    content["resize"] = job.resize and asdict(job.resize)
+    content |= {"resize": job.resize and asdict(job.resize), "start": asdict(job.start)}
     content["containers"] = [(each.kind, each.location, each.stamp, each.compressed) for each in job.containers]
     content |= {"plan": vars(job.plan), "whole": None if job.whole is job.plan else vars(job.whole)}
     job.work.write(JOB_FILE, json.dumps(content).encode())
@@ -204,11 +211,13 @@ def load_job(out: str) -> PackJob | None:
         plan = PlanTable(**content["plan"])
         whole = PlanTable(**content["whole"]) if content["whole"] else plan
         resize = Resize(**content["resize"]) if content["resize"] else None
+        start = Start(**content["start"])
         containers = tuple(Container(*each) for each in content["containers"])
         names = ("classes", "without_matches_of", "left_out")
         content |= {name: tuple(map(tuple, content[name]) if name == "left_out" else content[name]) for name in names}
         return PackJob(
-            **content | {"out": out, "plan": plan, "whole": whole, "resize": resize, "containers": containers}
+            **content
+            | {"out": out, "plan": plan, "whole": whole, "resize": resize, "start": start, "containers": containers}
         )
     except FileNotFoundError:
         return None
@@ -222,7 +231,7 @@ def _mark(shard: ShardPlan, files: LocatedFiles, base: Any) -> str:
     """Hash everything the tar's bytes depend on: images, labels, order, and in `base` options and versions."""
     digest = base.copy()
     digest.update(shard.file.encode())
-    for array in (shard.labels, shard.numbers, files.stamps, files.names.ends, files.names.blob):
+    for array in (shard.labels, shard.numbers + shard.first_number, files.stamps, files.names.ends, files.names.blob):
         digest.update(f"{array.shape}".encode())
         digest.update(array.tobytes())
     return digest.hexdigest()[:32]

@@ -77,6 +77,7 @@ class PackRequest:
     unreadable: Literal["refuse", "skip"] = "refuse"  # refuse after reading all images, or list and leave out
     duplicates: Literal["keep", "drop"] = "keep"  # drop: keep the first of equal files, train before val
     exclusion: Exclusion | None = None
+    existing: Literal["refuse", "append"] = "refuse"  # an OUT of another request
     reread: Literal["changed", "all"] = "changed"  # if OUT exists: compare the bytes of changed images, or of all
     seed: int = 0  # of shuffle and holdout
 

@@ -19,7 +19,7 @@ from shardvit.data_shards.processes import num_cores
 from shardvit.data_shards.progress_line import Progress
 from shardvit.data_shards.shards.location import join, redacted
 from shardvit.data_shards.shards.shard_set import Report
-from shardvit.data_shards.store.folders import open_folder
+from shardvit.data_shards.store.folders import Folder, open_folder
 from shardvit.data_shards.text import counted
 
 SEEN_FILE = "images.bin"
@@ -47,6 +47,16 @@ def add_digests(seen: bytes, numbers: Int64s, digests: bytes) -> bytes:
 def read_digests_of(seen: bytes, numbers: Int64s) -> bytes:
     """Return the digests of images in the order of `numbers`."""
     return np.frombuffer(seen, _SEEN)["digest"][numbers].tobytes()
+
+
+def known_digests(folder: Folder) -> NDArray[np.uint64]:
+    """Read the digests of a packing's images, [images, 2], zeros if unread; UserError without its file."""
+    try:
+        seen = np.frombuffer(folder.read(SEEN_FILE), _SEEN)
+    except (FileNotFoundError, ValueError):
+        shown = redacted(join(folder.location, SEEN_FILE))
+        raise UserError(f"{shown} is missing or broken, so nothing can be appended; pack into another folder") from None
+    return np.frombuffer(seen["digest"].tobytes(), np.uint64).reshape(-1, 2)
 
 
 def compare_seen(out: str, source: Source, request: PackRequest, *, report: Report) -> str:

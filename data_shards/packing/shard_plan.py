@@ -10,7 +10,7 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from itertools import chain, pairwise
 from typing import Any
@@ -35,6 +35,20 @@ LABEL_SPECS: Mapping[LabelKind, LabelSpec] = {
 INDEX_BYTES = 120  # a line of the index, for keys of 40 to 70 characters
 _BLOCK_BYTES = 512
 TAR_END_BYTES = 1024 + 10_240  # two blocks of zeros, padded to a multiple of 10,240
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a packing's numbers begin: behind those of the set that it is appended to."""
+
+    packing: int = 0  # of the set; 0: its first
+    images: int = 0  # of the sources before
+    shards: Mapping[SplitName, int] = field(default_factory=dict)
+
+    @property
+    def lists(self) -> str:
+        """Folder of the packing's lists in OUT; "": OUT itself."""
+        return f"appended/{self.packing:03d}" if self.packing else ""
 
 
 @dataclass(frozen=True)
@@ -120,7 +134,8 @@ def make_plan(source: Source, request: PackRequest, *, without: Marks | None = N
     if is_held:
         parts = hold_out(source, parts["train"], request)
     # Classes may lack val images if a number is held out, or if the source may lack some anyway.
-    may_be_empty = request.holdout_images is not None or source.empty_classes == "report"
+    is_more = request.existing == "append"  # of a set that has images of the classes
+    may_be_empty = request.holdout_images is not None or source.empty_classes == "report" or is_more
     plans: dict[SplitName, list[ShardPlan]] = {}
     notes = _doubts(source, request)
     for split in parts:
@@ -129,6 +144,8 @@ def make_plan(source: Source, request: PackRequest, *, without: Marks | None = N
         images, first = source.splits[source_split], first_numbers[source_split]
         if without is not None:
             indices = indices[~without[first + indices]]
+        if is_more and not len(indices):
+            continue
         notes += _check_counts(source, split, new_label[images.labels[indices]], chosen, may_be_empty=may_be_empty)
         # Neighbours in a source share a class; a shard, and so a shuffle window, should mix all classes.
         order = _hash_order(images, indices, f"shuffle-{split}", request.seed)

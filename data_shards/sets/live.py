@@ -4,19 +4,21 @@
     OUT/appended/001/...          its images.bin, duplicates.jsonl, ... as in OUT
     OUT/train/manifest-DIGEST.json    the manifest before
 
-An appended packing counts from when the manifest of train, the last one, is another than before. Killed until then, it
-is done again from the manifests before it, with the same names, so nothing is appended twice, nor half.
+An appended packing counts from when the last manifest that it changes is another than before. Killed until then, it is
+done again from the manifests before it, with the same names, so nothing is appended twice, nor half.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain, count
 from typing import Any
 
 from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.reading.opening import manifest_of
 from shardvit.data_shards.sets.keeping import replace_manifest
+from shardvit.data_shards.sets.statistics import open_table, rows_by_shard
 from shardvit.data_shards.shards.location import join, redacted
 from shardvit.data_shards.shards.manifest import MANIFEST_FILE, Manifest, json_text, manifest_name
 from shardvit.data_shards.store.folders import Folder
@@ -43,18 +45,29 @@ class LiveSet:
         """Return the folder of a packing's lists; `len(packings)` is the next one."""
         return self.folder.at(f"appended/{packing:03d}") if packing else self.folder
 
-    def begin(self, content: Mapping[str, object]) -> None:
-        """Write what is to be appended; again with what was found, before the manifests are replaced."""
-        before = {split: manifest.digest for split, manifest in self.manifests.items()}
-        text = json_text({**content, "before": before})
-        self.lists(len(self.packings)).write(PACK_FILE, text.encode())
+    def find(self, content: Mapping[str, object]) -> int | None:
+        """Return the packing that was of the same request and source, if any."""
+        same = parse_json(json_text({key: content[key] for key in ("request", "fingerprint")}))
+        found = ({key: packing.get(key) for key in same} == same for packing in self.packings)
+        return next((number for number, is_same in enumerate(found) if is_same), None)
 
-    def finish(self, added: Mapping[str, Manifest]) -> list[Manifest]:
-        """Replace the manifests, that of train last, and return them."""
-        both = join_manifests(self.manifests, added)
-        for split in sorted(both, key=lambda split: split == "train"):
+    def statistics(self, split: str, more: Iterator[tuple[int, bytes]]) -> Iterator[tuple[int, bytes]] | None:
+        """Put the rows of more shards behind those of a split (see `write_statistics`); None if that has no table."""
+        before = self.manifests.get(split)
+        if before is None:
+            return more
+        table = open_table(self.folder.at(split))
+        behind = ((len(before.shards) + number, rows) for number, rows in more)
+        return None if table is None else chain(rows_by_shard(table, before), behind)
+
+    def finish(self, content: Mapping[str, object], both: Mapping[str, Manifest]) -> None:
+        """Replace the manifests, that of train last, after the packing's pack.json."""
+        before = {split: manifest.digest for split, manifest in self.manifests.items()}
+        changed = [split for split in reversed([*both]) if both[split].digest != before.get(split)]
+        text = json_text({**content, "before": before, "last": changed[-1]})
+        self.lists(len(self.packings)).write(PACK_FILE, text.encode())
+        for split in changed:
             replace_manifest(self.folder.at(split), both[split])
-        return list(both.values())
 
 
 def open_live(folder: Folder) -> LiveSet:
@@ -69,14 +82,17 @@ def open_live(folder: Folder) -> LiveSet:
             manifests[split] = manifest_of(join(folder.location, split), store=Store())
     if "train" not in manifests:
         raise UserError(f"{shown}: there is no train/{MANIFEST_FILE} to append to; leave out --append to make a set")
-    if len(packings) > 1 and (before := packings[-1]["before"])["train"] == manifests["train"].digest:
+    entry = packings[-1]
+    if len(packings) > 1 and manifests[entry["last"]].digest == (before := entry["before"]).get(entry["last"]):
         packings.pop()  # killed
+        for split in [split for split in manifests if split not in before]:
+            folder.remove(f"{split}/{MANIFEST_FILE}")
         manifests = {split: _as_before(folder, split, manifests[split], digest) for split, digest in before.items()}
     return LiveSet(folder, tuple(packings), manifests)
 
 
 def _packings(folder: Folder) -> Iterator[dict[str, Any]]:
-    for number in range(1000):
+    for number in count():
         file = f"appended/{number:03d}/{PACK_FILE}" if number else PACK_FILE
         try:
             yield dict(parse_json(folder.read(file)))
@@ -96,7 +112,7 @@ def _as_before(folder: Folder, split: str, now: Manifest, digest: str) -> Manife
 
 def join_manifests(before: Mapping[str, Manifest], added: Mapping[str, Manifest]) -> dict[str, Manifest]:
     """Put a set's shards and those appended together; all splits get all classes."""
-    classes = added["train"].classes
+    classes = next(iter(added.values())).classes
     both: dict[str, Manifest] = {}
     for split in _SPLITS:
         old, new = before.get(split), added.get(split)

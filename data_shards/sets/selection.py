@@ -8,19 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from io import BytesIO
-from pathlib import Path
 
 from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.reading.opening import manifest_of, set_of, splits_below
 from shardvit.data_shards.sets.keeping import replace_manifest
-from shardvit.data_shards.sets.statistics import STATISTICS_FILE
+from shardvit.data_shards.sets.statistics import STATISTICS_FILE, open_table
 from shardvit.data_shards.sets.where import rows_where
 from shardvit.data_shards.shards.location import join, redacted
 from shardvit.data_shards.shards.manifest import Manifest, Shard, manifest_name, split_manifest
 from shardvit.data_shards.shards.row_bitmap import pack_rows, stored_rows, unpack_rows
 from shardvit.data_shards.shards.shard_set import Report, ShardSet
-from shardvit.data_shards.store.folders import Folder, LocalFolder, open_folder
+from shardvit.data_shards.store.folders import open_folder
 from shardvit.data_shards.store.store import Store
 from shardvit.data_shards.text import counted
 
@@ -67,7 +65,11 @@ def _choose_of_split(location: str, text: str, *, store: Store) -> Choice:
     of = manifest_of(location, store=store)
     folder = split_manifest(location)[0]
     name = redacted(join(folder, STATISTICS_FILE))
-    said = rows_where(text, _table(open_folder(folder), name), name=name)
+    if (table := open_table(open_folder(folder))) is None:
+        raise UserError(
+            f"{name}: it is not there, so nothing can be chosen; shardvit check --decode --statistics writes it"
+        )
+    said = rows_where(text, table, name=name)
     chosen: list[Shard] = []
     for shard in of.shards:
         if (rows := said.get(shard.file)) is None or len(rows) != _stored(shard):
@@ -84,13 +86,3 @@ def _choose_of_split(location: str, text: str, *, store: Store) -> Choice:
 
 def _stored(shard: Shard) -> int:
     return stored_rows(shard.rows) if shard.rows else shard.num_samples
-
-
-def _table(folder: Folder, name: str) -> Path | BytesIO:
-    if folder.size(STATISTICS_FILE) is None:
-        raise UserError(
-            f"{name}: it is not there, so nothing can be chosen; shardvit check --decode --statistics writes it"
-        )
-    if isinstance(folder, LocalFolder):
-        return folder.path / STATISTICS_FILE
-    return BytesIO(folder.read(STATISTICS_FILE))

@@ -192,6 +192,15 @@ def _regrouped(tables: Iterable[pa.Table], plain: pa.Schema) -> Iterator[pa.Tabl
         yield waiting.combine_chunks()
 
 
+def open_table(folder: Folder) -> Path | BytesIO | None:
+    """Locate a split's table, or bring it here; None if there is none."""
+    from shardvit.data_shards.store.folders import LocalFolder
+
+    if folder.size(STATISTICS_FILE) is None:
+        return None
+    return folder.path / STATISTICS_FILE if isinstance(folder, LocalFolder) else BytesIO(folder.read(STATISTICS_FILE))
+
+
 def rows_by_shard(table: Path | BinaryIO, manifest: Manifest) -> Iterator[tuple[int, bytes]]:
     """Cut a table into the rows of the manifest's shards, as `write_statistics` takes them; others are left out."""
     import pyarrow.parquet as pq

@@ -121,7 +121,7 @@ class Remotes:
                 if kind in ("s3", "s3a"):
                     self._file_systems[key].retries = 1  # `download` retries
                 listings = getattr(self._file_systems[key], "dircache", None)
-                if hasattr(listings, "use_listings_cache"):
+                if listings is not None and hasattr(listings, "use_listings_cache"):  # the hub's is a dict
                     listings.use_listings_cache = False  # it would answer for objects that others have written since
         except ImportError as error:
             raise UserError(f"{redacted(url)}: for {kind}:// a Python package is missing: {error}") from None

@@ -24,7 +24,7 @@ class PackingWatcher:
     def __init__(self, folder: Path, *, slurm: Slurm) -> None:
         submitted = packing_of(folder)
         self._jobs, self.out = submitted or (None, str(folder.absolute()))
-        self.is_one = submitted is not None or load_job(self.out) is not None
+        self.is_one = submitted is not None or is_packed(self.out) or load_job(self.out) is not None
         self._slurm = slurm
 
     def look(self) -> dict[str, Any]:

@@ -23,7 +23,7 @@ def test_a_run_goes_on_with_the_set_that_it_began_with(tmp_path: Path, preloaded
     ended = case.start(how="run", faults=[case.fault("kill_all", "between_steps", rank=1, step=45)]).wait()
     assert ended.code == -signal.SIGKILL, ended.output
     before = read_manifest(shards / "train")
-    pack("digits", shards, classes=("0", "1", "2"), holdout=0.5, seed=1, append=True, report=lambda text: None)
+    pack("digits", shards, classes=("0", "1", "2"), holdout=0.5, seed=1, existing="append", report=lambda text: None)
     assert read_manifest(shards / "train").num_samples > before.num_samples
     continued = case.start(how="run", environment=preloaded_environment).wait()
     assert continued.code == 0 and "resuming from" in continued.output, continued.output

@@ -88,6 +88,7 @@ class PackOptions:
     verify: Annotated[bool, switch("If OUT is packed, compare all bytes, not just times.")] = False
     skip_unreadable: Annotated[bool, switch("Skip and list unreadable or stray images; pass empty folders.")] = False
     seed: Annotated[int, Parameter(help="Seed of the shuffle and the held-out choice.")] = 0
+    append: Annotated[bool, switch("Add the images to the set that OUT is.")] = False
     where: Annotated[str | None, Parameter(help="Of a packed SOURCE, the images of which this is true.")] = None
     manifest: Annotated[str | None, Parameter(help="Without OUT: it becomes manifest-NAME.json; default: chosen.")] = (
         None
@@ -126,6 +127,7 @@ class PackOptions:
             "pixel_limit": pixel_limit(self.max_image_pixels),
             "unreadable": "skip" if self.skip_unreadable else "refuse",
             "duplicates": "drop" if self.drop_duplicates else "keep",
+            "existing": "append" if self.append else "refuse",
             "exclusion": self._exclusion(),
         }
 
@@ -216,11 +218,10 @@ def pack(
     """Pack images into WebDataset shards with a manifest.
 
     SOURCE: a folder or tar of class folders (or of train/, val/, test/ with them), any folder with
-    --labels, tars of samples or parquet or Arrow tables or a pattern of them, all these also at a
-    URL, as hf://datasets/OWNER/NAME; MNIST's IDX files, "fashion-mnist" (Debian's), "digits"
-    (scikit-learn's), or ImageNet, CIFAR, Pets, Flowers or VTAB as published. OUT gets a folder per
-    split. Unreadable images stop it, and all are listed. If interrupted, run it again: the result
-    is byte-identical.
+    --labels, tars of samples, parquet or Arrow tables, patterns of these, all also at a URL such as
+    hf://datasets/OWNER/NAME; MNIST's IDX files, "fashion-mnist" (Debian's), "digits" (scikit-learn's),
+    or ImageNet, CIFAR, Pets, Flowers or VTAB as published. OUT gets a folder per split. Unreadable
+    images stop it, and all are listed. If interrupted, run it again: the result is byte-identical.
     --labels photos.csv: "path,label", then "a/1.jpg,cat" or, with two labels, "a/2.jpg,cat|dog".
     JSONL: {"path": "a/2.jpg", "label": ["cat", "dog"]}. Paths: relative to SOURCE, or absolute in it.
     --exclude-matches-of lists what it leaves out; doubtful pairs stay, and are listed in unsure.jsonl.
@@ -230,6 +231,7 @@ def pack(
         shardvit pack imagenet/ shards/imagenet-320 --resize-short 320 --shard-size 256MB
         shardvit pack "s3://raw/{00000..09999}.tar" shards/raw --label json:class
         shardvit pack hf://datasets/OWNER/NAME shards/name
+        shardvit pack photos/2026 shards/photos --append --drop-duplicates
         shardvit pack shards/photos --where "width >= 128 and not duplicate"
     """
     from shardvit.data_shards.packing.pack import pack as pack_images

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from shardvit.data_shards.errors import UserError
-from shardvit.data_shards.packing.appending import go_on
+from shardvit.data_shards.packing.appending import Start, go_on
 from shardvit.data_shards.packing.request import PackRequest
 from shardvit.data_shards.packing.shard_plan import PackPlan, make_plan
 from shardvit.data_shards.packing.sources.base import Source, array_images
@@ -35,7 +35,7 @@ def plan(classes: str, *, holdout: float | None = None) -> PackPlan:
 
 def test_old_classes_keep_their_numbers_and_new_ones_come_behind():
     before = plan("abc", holdout=0.5)
-    after = go_on(before, live(), first_number=100)
+    after = go_on(before, live(), Start(1, 100, {"train": 3, "val": 3}))
     assert after.classes == ("b", "d", "a", "c") and "a, c" in after.notes[-1]
     for old, new in zip(before.shards, after.shards, strict=True):
         names = [[shard.classes[label] for label in shard.labels.tolist()] for shard in (old, new)]
@@ -43,19 +43,17 @@ def test_old_classes_keep_their_numbers_and_new_ones_come_behind():
         assert int(new.file[-10:-4]) == int(old.file[-10:-4]) + 3 and new.file[:-10] == old.file[:-10]
     keys = [[shard.key(at) for shard in each.shards for at in range(len(shard))] for each in (before, after)]
     assert [f"{key[:-7]}{int(key[-7:]) + 100:07d}" for key in keys[0]] == keys[1]
-    assert not go_on(plan("bd"), live(), first_number=0).notes
+    assert not go_on(plan("bd"), live(), Start(1)).notes
 
 
 def test_a_split_that_the_set_lacks_begins_at_0():
-    ours = live()
-    only_train = LiveSet(ours.folder, ours.packings, {"train": ours.manifests["train"]})
-    after = go_on(plan("bd", holdout=0.5), only_train, first_number=0)
+    after = go_on(plan("bd", holdout=0.5), live(), Start(1, 0, {"train": 3}))
     assert after.splits["val"][0].file == "n-val-000000.tar"
 
 
 def test_labels_of_another_kind_are_refused():
     with pytest.raises(UserError, match="multi labels, those of the source single"):
-        go_on(plan("bd"), live(labels=LabelSpec("json", "label", "multi")), first_number=0)
+        go_on(plan("bd"), live(labels=LabelSpec("json", "label", "multi")), Start(1))
 
 
 def test_manifests_have_the_shards_of_both_and_every_split_all_classes():

@@ -109,6 +109,7 @@ def test_how_far_a_packing_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     for task in (0, 3):
         pack("digits", out, **OPTIONS, step="shards", task=task, of=4)
     pack("digits", out, **OPTIONS, step="finish")
+    assert PackingWatcher(out, slurm=Slurm()).is_one
     plan = plan_packing_jobs("digits", "set", FLAGS, tasks=4, at_once=None, runs=Path("runs"), job=job())
     plan.begin()
     assert PackingWatcher(Path("set.jobs"), slurm=Slurm()).look()["state"] == "packed"

@@ -55,7 +55,13 @@ def join_labels(source: Source, labels: LabelList) -> Source:
 
     UserError if the table is damaged, names images twice, or none of the source.
     """
-    names = Texts.join([images.files.names.take(images.rows) for images in source.splits.values()])
+    names = Texts.join(
+        [
+            images.files.names.take(images.rows[at : at + _ROWS_AT_ONCE])
+            for images in source.splits.values()
+            for at in range(0, len(images), _ROWS_AT_ONCE)
+        ]
+    )
     keys = _Keys.of(names)
     codes = np.full(len(names), -1, np.int32)
     known: dict[str | int | tuple[Any, ...], int] = {}
@@ -67,11 +73,13 @@ def join_labels(source: Source, labels: LabelList) -> Source:
         unknown = np.flatnonzero(rows < 0)
         num_strangers += len(unknown)
         strangers += [texts[row] for row in unknown[: 1 - len(strangers)].tolist()]
-        for at in np.flatnonzero(rows >= 0).tolist():
-            row, value = int(rows[at]), values[at]
-            if codes[row] >= 0:
-                repeated.append(row)
-            elif value is not None:
+        hits = np.flatnonzero(rows >= 0)
+        its = rows[hits]
+        is_new = np.zeros(len(its), bool)
+        is_new[np.unique(its, return_index=True)[1]] = True
+        repeated += its[~is_new | (codes[its] >= 0)].tolist()
+        for at, row in zip(hits.tolist(), its.tolist(), strict=True):
+            if (value := values[at]) is not None:
                 value = tuple(value) if isinstance(value, list) else value
                 if (code := known.setdefault(value, len(known))) == len(first):
                     first.append(num_rows + at + 1)
@@ -119,15 +127,20 @@ class _Keys:
         hashes = key_hashes(keys)
         at = np.searchsorted(self.hashes, hashes)
         inside = np.flatnonzero(at < len(self.hashes))
-        for number in inside[self.hashes[at[inside]] == hashes[inside]].tolist():
-            place, key = int(at[number]), keys[number]
-            while place < len(self.hashes) and self.hashes[place] == hashes[number]:  # of others, hardly ever
-                name = self.names[row := int(self.rows[place])]
-                if key in (name, _short(name)):
-                    found[number] = row
-                    break
-                place += 1
+        hits = inside[self.hashes[at[inside]] == hashes[inside]]
+        found[hits] = self.rows[at[hits]]
+        for number, name in zip(map(int, hits), self.names.take(found[hits])[:], strict=True):
+            if keys[number] != name and keys[number] != _short(name):  # of equal hashes, hardly ever
+                found[number] = self._find_slowly(keys[number], int(at[number]))
         return found
+
+    def _find_slowly(self, key: str, first: int) -> int:
+        place = first
+        while place < len(self.hashes) and self.hashes[place] == self.hashes[first]:
+            if key in (name := self.names[row := int(self.rows[place])], _short(name)):
+                return row
+            place += 1
+        return -1
 
 
 def _short(name: str) -> str:
