@@ -44,7 +44,7 @@ from shardvit.data_shards.packing.plan_file import PackJob, PlanTable, load_job,
 from shardvit.data_shards.packing.request import HoldoutList, PackRequest, read_holdout_list
 from shardvit.data_shards.packing.seen import SEEN_FILE, compare_seen, write_seen
 from shardvit.data_shards.packing.shard_plan import PackPlan, ShardPlan, Start, make_plan, needed_bytes
-from shardvit.data_shards.packing.shard_writer import MadeShard, digest_shard, find_record, make_shard
+from shardvit.data_shards.packing.shard_writer import digest_shard, find_record, make_shard
 from shardvit.data_shards.packing.sources.archive import Unpacking
 from shardvit.data_shards.packing.sources.base import Source
 from shardvit.data_shards.packing.sources.recognise import open_source
@@ -359,16 +359,13 @@ class _Packing:
         sizes, of_these = job.plan.sizes, sum(job.plan.sizes[number] for number in numbers)
         before = sum(sizes) - of_these if isinstance(numbers, list) else 0
 
-        def done(made: MadeShard) -> None:
-            progress.add(made.num_images)
-
-        # Pillow warns about large photographs and odd metadata; only undecodable images matter here. The filter is
-        # process-wide, so it is set around all threads.
+        # Pillow warns of odd metadata, which does not matter here. The filter is process-wide: set around all threads.
         with (
             Progress(before + of_these, self.report, done_images=before) as progress,
             warnings.catch_warnings(action="ignore"),
         ):
-            self._demand_all(job, numbers, self.engine.run(make_shard, job, numbers, done=done))
+            made = self.engine.run(make_shard, job, numbers, done=lambda each: progress.add(each.num_images))
+            self._demand_all(job, numbers, made)
 
     def _demand_all(self, job: PackJob, parts: Sequence[int], made: Mapping[int, object]) -> None:
         if missing := [part for part in parts if part not in made]:
