@@ -49,6 +49,7 @@ class PackReport:
     manifests: tuple[Manifest, ...]
     counts: Counts
     compared: str
+    lists: str  # folder of the lists
     seconds: float
 
     @property
@@ -79,7 +80,7 @@ class PackReport:
             ("unreadable", "left out", UNREADABLE_FILE),
         ):
             if number := getattr(self.counts, label):
-                lines.append(f"  {label}: {counted(number, 'image')} {what}: see {join(self.out, file)}")
+                lines.append(f"  {label}: {counted(number, 'image')} {what}: see {join(self.lists, file)}")
             elif label == "unreadable":
                 lines.append("  unreadable: none")
         lines += [f"  compared: {self.compared}"] if self.compared else []
@@ -90,7 +91,7 @@ class PackReport:
         if not counts.duplicates:
             return ["  duplicates: none"]
         images = f"{counted(counts.duplicates, 'image')}{' left out' * dropped} with the bytes of an earlier one"
-        lines = [f"  duplicates: {images} ({counted(counts.groups, 'group')}): see {join(self.out, DUPLICATES_FILE)}"]
+        lines = [f"  duplicates: {images} ({counted(counts.groups, 'group')}): see {join(self.lists, DUPLICATES_FILE)}"]
         if counts.straddling_groups:
             where, keeper = f"both in {splits[0]} and in {splits[-1]}", "train"
             if len(splits) > 2:

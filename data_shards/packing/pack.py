@@ -44,7 +44,7 @@ from shardvit.data_shards.packing.plan_file import PackJob, PlanTable, load_job,
 from shardvit.data_shards.packing.request import HoldoutList, PackRequest, read_holdout_list
 from shardvit.data_shards.packing.seen import SEEN_FILE, compare_seen, write_seen
 from shardvit.data_shards.packing.shard_plan import PackPlan, ShardPlan, Start, make_plan, needed_bytes
-from shardvit.data_shards.packing.shard_writer import MadeShard, digest_shard, find_record, make_shard
+from shardvit.data_shards.packing.shard_writer import digest_shard, find_record, make_shard
 from shardvit.data_shards.packing.sources.archive import Unpacking
 from shardvit.data_shards.packing.sources.base import Source
 from shardvit.data_shards.packing.sources.recognise import open_source
@@ -59,7 +59,7 @@ from shardvit.data_shards.packing.work import (
 from shardvit.data_shards.processes import num_cores
 from shardvit.data_shards.progress_line import Progress
 from shardvit.data_shards.sets.live import LiveSet, open_live
-from shardvit.data_shards.shards.location import is_local, local_path, redacted
+from shardvit.data_shards.shards.location import is_local, join, local_path, redacted
 from shardvit.data_shards.shards.shard_set import Report
 from shardvit.data_shards.store.folders import open_folder
 from shardvit.data_shards.text import counted, printable, show_bytes
@@ -107,7 +107,10 @@ def pack(
         if is_local(location) and not work_path(Path(location)).is_dir():
             shutil.rmtree(unpacked_path(location), ignore_errors=True)
     manifests = () if counts is None else manifests_of(location, text)
-    result = PackReport(text, manifests, counts or Counts(), compared, seconds=time.monotonic() - start)
+    lists = text
+    if manifests and request.existing == "append":
+        lists = join(text, Start(len(open_live(open_folder(location)).packings) - 1).lists)
+    result = PackReport(text, manifests, counts or Counts(), compared, lists, seconds=time.monotonic() - start)
     for line in result.lines(dropped=request.duplicates == "drop") if manifests else ():
         report(line)
     return result
@@ -176,13 +179,15 @@ class _Packing:
         chosen = self._choose(source)
         try:
             with open_work(self.out, keep=live is not None), self._explain_full_disk():
-                if planned := self._plan(source, content, *chosen, live):
+                planned = self._plan(source, content, *chosen, live)
+                del source, chosen  # 100 bytes an image, and the plan is written
+                if planned:
                     self._make(*planned)
                     return finish(planned[0], report=self.report), ""
             return self._nothing_new()
         except (OSError, UserError):
             if not live and not is_local(self.out) and is_there(self.out):  # another process has finished the same
-                return self._compare(source, content)
+                return self._compare(*self._open(source_spec))
             raise
 
     def run_step(self, source_spec: str, step: PackStep, task: int, of: int) -> tuple[Counts | None, str]:
@@ -354,16 +359,13 @@ class _Packing:
         sizes, of_these = job.plan.sizes, sum(job.plan.sizes[number] for number in numbers)
         before = sum(sizes) - of_these if isinstance(numbers, list) else 0
 
-        def done(made: MadeShard) -> None:
-            progress.add(made.num_images)
-
-        # Pillow warns about large photographs and odd metadata; only undecodable images matter here. The filter is
-        # process-wide, so it is set around all threads.
+        # Pillow warns of odd metadata, which does not matter here. The filter is process-wide: set around all threads.
         with (
             Progress(before + of_these, self.report, done_images=before) as progress,
             warnings.catch_warnings(action="ignore"),
         ):
-            self._demand_all(job, numbers, self.engine.run(make_shard, job, numbers, done=done))
+            made = self.engine.run(make_shard, job, numbers, done=lambda each: progress.add(each.num_images))
+            self._demand_all(job, numbers, made)
 
     def _demand_all(self, job: PackJob, parts: Sequence[int], made: Mapping[int, object]) -> None:
         if missing := [part for part in parts if part not in made]:

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 
 from shardvit.data_shards.engines.engine import LocalEngine, PartsEngine, local_engine, open_engine
 from shardvit.data_shards.engines.ray_engine import RayEngine
+from shardvit.data_shards.engines.threads import ThreadEngine, give_up_if_stopped
 from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.packing.pack import pack
 from shardvit.data_shards.vocabulary import EngineName
@@ -217,3 +219,18 @@ def test_a_packing_has_the_same_bytes_on_a_cluster_that_loses_a_node(cluster: An
     pack("digits", tmp_path / "threads", **options)
     pack("digits", tmp_path / "processes", engine=local_engine(2), **options)
     assert tree(tmp_path / "ray") == tree(tmp_path / "threads") == tree(tmp_path / "processes")
+
+
+def test_threads_raise_the_failure_that_stopped_the_others_not_that_they_were_stopped():
+    begun = threading.Event()
+
+    def work(request: str, part: int) -> None:
+        if part == 0:
+            begun.set()
+            while True:
+                give_up_if_stopped()
+        begun.wait()
+        raise OSError(request)
+
+    with pytest.raises(OSError, match="disk"):
+        ThreadEngine(2).run(work, "disk", [0, 1], done=lambda result: None)

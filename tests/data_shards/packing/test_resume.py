@@ -121,7 +121,9 @@ import hashlib, os, sys
 from pathlib import Path
 from shardvit.data_shards.packing.pack import pack
 from PIL import Image, JpegImagePlugin  # once, instead of in every child
-import simplejpeg
+import pandas, pyarrow.compute, pyarrow.parquet, simplejpeg
+from shardvit.data_shards.images import decode_nvimgcodec
+from shardvit.data_shards.sets import statistics
 
 top = Path(sys.argv[1])
 CHANGES = {"os.rename", "os.remove", "os.mkdir", "os.rmdir"}

@@ -135,6 +135,13 @@ def test_a_part_that_has_nothing_new_is_left_out(sources: Sources, out: Path, tm
     assert named(out) == before | more
 
 
+def test_lists_are_where_the_report_says(sources: Sources, out: Path, tmp_path: Path):
+    write_folder(tmp_path / "more", {"bee": 3})
+    shutil.copy(tmp_path / "more/bee/im. 0.png", tmp_path / "more/bee/copy.png")
+    (line,) = [line for line in append(tmp_path / "more", out, doubtful_classes="keep") if "duplicates.jsonl" in line]
+    assert Path(line.rpartition("see ")[2]).read_text().count("copy.png") == 1
+
+
 def test_copies_are_told_where_they_are_kept(sources: Sources, out: Path, tmp_path: Path):
     shutil.copytree(sources.one, tmp_path / "copy")
     lines = append(tmp_path / "copy", out)

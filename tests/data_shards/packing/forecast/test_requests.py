@@ -25,7 +25,7 @@ def seen(server: FaultServer) -> dict[str, int]:
     """Requests by kind, as stores charge them; DELETE is free."""
     kinds = {"list": 0, "get": 0, "put": 0}
     for method, path in server.asked:
-        is_list = method == "GET" and "list-type=" in path
+        is_list = method == "GET" and ("list-type=" in path or "?uploads" in path)
         kinds["list" if is_list else "get" if method in ("GET", "HEAD") else "put"] += method != "DELETE"
     return kinds
 
