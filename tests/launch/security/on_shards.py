@@ -247,3 +247,17 @@ def table_of_paths(world: World) -> None:
     table = pa.table({"path": paths, "label": ["a"] * len(paths)})
     with pa.OSFile(str(world.source / "x.arrow"), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
         writer.write_table(table)
+
+
+def samples_to_pack(*names: str, links: bool = False) -> Attack:
+    def attack(world: World) -> None:
+        tar_of_others(world, *((name, world.image.read_bytes()) for name in names), links=links)
+        world.source = world.shards
+        world.pack_options = ["--label", "cls"]
+
+    attack.__name__ = f"samples_{'links' if links else names[0]}"
+    return attack
+
+
+def samples_of_a_pipe(world: World) -> None:
+    world.source = Path(world.pipe)

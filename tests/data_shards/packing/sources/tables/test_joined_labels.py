@@ -89,6 +89,15 @@ def test_what_either_side_lacks_is_counted_and_named(folder: Path, tmp_path: Pat
     assert min(name for name, _ in ROWS[:2]) in notes or max(name for name, _ in ROWS[:2]) in notes
 
 
+def test_a_name_of_several_images_is_no_key(tmp_path: Path) -> None:
+    for name in ("a/1.jpg", "b/1.jpg", "b/2.jpg"):
+        (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "in" / name).write_bytes(name.encode())
+    rows = [("1", "x"), ("2", "y"), ("a/1.jpg", "z")]
+    source = open_at(tmp_path / "in", tmp_path, labels=LabelList(parquet_of(rows, tmp_path / "x.parquet")))
+    assert images_of(source) == {("train", "y", b"b/2.jpg"), ("train", "z", b"a/1.jpg")}
+
+
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
