@@ -14,10 +14,11 @@ from typing import Any, TypeVar
 
 from shardvit.data_shards.control_groups import core_quota
 
-_Request = TypeVar("_Request")
-_Part = TypeVar("_Part", bound=Hashable)
-_Result = TypeVar("_Result")
-_Work = Callable[[_Request, _Part], _Result]
+Request = TypeVar("Request")
+Part = TypeVar("Part", bound=Hashable)
+Result = TypeVar("Result")
+Work = Callable[[Request, Part], Result]  # a module-level function
+Done = Callable[[Result], None]  # called with each result as it arrives
 
 _own: tuple[Callable[[Any, Any], Any], Any] | None = None  # work and request of this worker process
 
@@ -46,20 +47,20 @@ def end_with_parent() -> None:
 
 
 def run_parts(
-    work: _Work[_Request, _Part, _Result],
-    request: _Request,
-    parts: Sequence[_Part],
+    work: Work[Request, Part, Result],
+    request: Request,
+    parts: Sequence[Part],
     *,
     processes: int,
-    done: Callable[[_Result], None],
-) -> dict[_Part, _Result]:
+    done: Done[Result],
+) -> dict[Part, Result]:
     """Run `work(request, part)` for each part in several processes; call `done` with each result as it arrives.
 
     The result lacks only parts whose process crashed (a decoder, out of memory). A single part, `processes` 1 or a
     program read from standard input starts no process. `work` is a module-level function; its exceptions pass through.
     Each process gets `request` once.
     """
-    results: dict[_Part, _Result] = {}
+    results: dict[Part, Result] = {}
     can_start = processes > 1 and len(parts) > 1
     if can_start:
         results |= _run_in_pool(_pool(work, request, processes=min(processes, len(parts))), parts, done=done)
@@ -75,8 +76,8 @@ def run_parts(
 
 
 def run_threads(
-    function: Callable[..., _Result], arguments: Iterable[tuple[Any, ...]], *, threads: int, stop: threading.Event
-) -> Iterator[_Result]:
+    function: Callable[..., Result], arguments: Iterable[tuple[Any, ...]], *, threads: int, stop: threading.Event
+) -> Iterator[Result]:
     """Yield the results of `function(*each)` in order; on an exception or Ctrl-C, set `stop` to end the threads."""
     with ThreadPoolExecutor(threads) as pool:
         futures = [pool.submit(function, *each) for each in arguments]
@@ -89,10 +90,8 @@ def run_threads(
             raise
 
 
-def _run_in_pool(
-    pool: ProcessPoolExecutor, parts: Sequence[_Part], *, done: Callable[[_Result], None]
-) -> dict[_Part, _Result]:
-    results: dict[_Part, _Result] = {}
+def _run_in_pool(pool: ProcessPoolExecutor, parts: Sequence[Part], *, done: Done[Result]) -> dict[Part, Result]:
+    results: dict[Part, Result] = {}
     try:
         with block_interrupts():
             futures = {pool.submit(_work_in_worker, part): part for part in parts}

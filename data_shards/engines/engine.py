@@ -6,19 +6,15 @@ Parts must be repeatable: a part whose worker died is done again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from shardvit.data_shards.errors import UserError
-from shardvit.data_shards.processes import num_cores, run_parts
+from shardvit.data_shards.processes import Done, Part, Request, Result, Work, num_cores, run_parts
 from shardvit.data_shards.vocabulary import EngineName
-
-_Request = TypeVar("_Request")
-_Part = TypeVar("_Part", bound=Hashable)
-_Result = TypeVar("_Result")
 
 
 class PartsEngine(Protocol):
@@ -28,13 +24,8 @@ class PartsEngine(Protocol):
     def workers(self) -> int: ...
 
     def run(
-        self,
-        work: Callable[[_Request, _Part], _Result],
-        request: _Request,
-        parts: Sequence[_Part],
-        *,
-        done: Callable[[_Result], None],
-    ) -> dict[_Part, _Result]: ...
+        self, work: Work[Request, Part, Result], request: Request, parts: Sequence[Part], *, done: Done[Result]
+    ) -> dict[Part, Result]: ...
 
 
 @dataclass(frozen=True)
@@ -44,13 +35,8 @@ class LocalEngine:
     workers: int
 
     def run(
-        self,
-        work: Callable[[_Request, _Part], _Result],
-        request: _Request,
-        parts: Sequence[_Part],
-        *,
-        done: Callable[[_Result], None],
-    ) -> dict[_Part, _Result]:
+        self, work: Work[Request, Part, Result], request: Request, parts: Sequence[Part], *, done: Done[Result]
+    ) -> dict[Part, Result]:
         return run_parts(work, request, parts, processes=self.workers, done=done)
 
 
@@ -68,12 +54,11 @@ def open_engine(
     seen_by_all: Sequence[Path] = (),
 ) -> Iterator[PartsEngine]:
     """Open an engine; a local Ray ends with the block, a running cluster stays. `address`: of that, default:
-    RAY_ADDRESS's, else a local Ray. `seen_by_all`: what all nodes must have; into folders of it that can be written, a
-    hidden file is put meanwhile. UserError if the engine cannot be opened."""
+    RAY_ADDRESS's, else a local Ray. `seen_by_all`: what all nodes must have. UserError if it cannot be opened."""
     if name == "ray":
         from shardvit.data_shards.engines.ray_engine import open_ray
 
-        with open_ray(address=address, workers=workers, seen_by_all=tuple(seen_by_all)) as engine:
+        with open_ray(address=address, workers=workers, seen_by_all=seen_by_all) as engine:
             yield engine
         return
     if address is not None:

@@ -10,24 +10,19 @@ from __future__ import annotations
 import logging
 import os
 import socket
-import tempfile
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, chdir, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardvit.data_shards.errors import UserError
-from shardvit.data_shards.processes import num_cores
+from shardvit.data_shards.processes import Done, Part, Request, Result, Work, num_cores
 from shardvit.data_shards.working_folder import import_folder
 
 if TYPE_CHECKING:
     from ray.exceptions import RayTaskError
-
-_Request = TypeVar("_Request")
-_Part = TypeVar("_Part", bound=Hashable)
-_Result = TypeVar("_Result")
 
 _PARTS_PER_CPU = 2  # one runs, one waits at its side
 _MOST_CRASHES = 2  # of one part, as `run_parts`
@@ -43,7 +38,7 @@ class _Given(NamedTuple):
     work: Callable[[Any, Any], Any]
     request: Any
     folder: str
-    seen_by_all: Mapping[str, str]
+    seen_by_all: Sequence[str]
 
 
 _own: tuple[str, _Given] | None = None  # of this worker, and the reference that it came by
@@ -54,28 +49,25 @@ class RayEngine:
     """A connected Ray cluster; it may grow and shrink meanwhile."""
 
     most_parts: int | None  # running at a time; None: as the cluster has CPUs
-    seen_by_all: Mapping[str, str] = field(default_factory=dict)  # path that every node must have -> its name
+    seen_by_all: Sequence[str] = ()  # what every node must have
 
     @property
     def workers(self) -> int:
-        return self.most_parts or max(1, _num_cpus())
+        import ray
+
+        return self.most_parts or max(1, int(ray.cluster_resources().get("CPU", 0)))
 
     def run(
-        self,
-        work: Callable[[_Request, _Part], _Result],
-        request: _Request,
-        parts: Sequence[_Part],
-        *,
-        done: Callable[[_Result], None],
-    ) -> dict[_Part, _Result]:
+        self, work: Work[Request, Part, Result], request: Request, parts: Sequence[Part], *, done: Done[Result]
+    ) -> dict[Part, Result]:
         import ray
         from ray.exceptions import NodeDiedError, ObjectLostError, OutOfMemoryError, RayTaskError, WorkerCrashedError
 
         # In a list: Ray would unpickle an argument itself for each part.
         given = [ray.put(_Given(work, request, os.getcwd(), self.seen_by_all))]
         remote = ray.remote(num_cpus=1, max_retries=0)(_work_in_worker)
-        waiting, crashes, results = deque(parts), Counter[_Part](), dict[_Part, _Result]()
-        flying: dict[Any, _Part] = {}
+        waiting, crashes, results = deque(parts), Counter[Part](), dict[Part, Result]()
+        flying: dict[Any, Part] = {}
         try:
             while waiting or flying:
                 most = self.most_parts or _PARTS_PER_CPU * self.workers
@@ -119,17 +111,15 @@ def open_ray(*, address: str | None, workers: int | None, seen_by_all: Sequence[
             _connect(address, workers=workers)
             stack.callback(ray.shutdown)
             workers = None if address == "local" else workers
-        yield RayEngine(workers, dict(stack.enter_context(_marked(path)) for path in seen_by_all))
+        yield RayEngine(workers, [os.path.abspath(path) for path in seen_by_all])
 
 
 def _connect(address: str, *, workers: int | None) -> None:
     import ray
 
-    options: dict[str, Any] = {}
-    if address == "local":
-        cores = workers or num_cores()
-        options = {"num_cpus": cores, "include_dashboard": False, "object_store_memory": _STORE_BYTES}
-    else:
+    own = {"num_cpus": workers or num_cores(), "include_dashboard": False, "object_store_memory": _STORE_BYTES}
+    options: dict[str, Any] = own if address == "local" else {}
+    if not options:
         _demand_answer(address)
     shown = os.environ.get("RAY_LOG_TO_DRIVER", "0").lower() in ("1", "true")
     try:
@@ -145,18 +135,6 @@ def _connect(address: str, *, workers: int | None) -> None:
         worker.print_to_stdstream = lambda data, *, ignore_prefix: None
 
 
-@contextmanager
-def _marked(path: Path) -> Iterator[tuple[str, str]]:
-    """Yield a path for nodes to look for, and its name: another node may have a folder of that name."""
-    name = os.path.abspath(path)
-    with ExitStack() as stack:
-        mark = name
-        with suppress(OSError):
-            if os.path.isdir(name):
-                mark = stack.enter_context(tempfile.NamedTemporaryFile(prefix=".seen-", dir=name)).name
-        yield mark, name
-
-
 def _demand_answer(address: str) -> None:
     """UserError if nothing listens there: Ray itself would wait for minutes."""
     host, _, port = address.rpartition("://")[2].rpartition(":")
@@ -168,10 +146,8 @@ def _demand_answer(address: str) -> None:
 
 
 def _no_answer(address: str, error: Exception) -> UserError:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return UserError(
-        f"--address {address}: no Ray cluster answers there ({lines[0] if lines else type(error).__name__})"
-    )
+    reason = str(error).strip().partition("\n")[0] or type(error).__name__
+    return UserError(f"--address {address}: no Ray cluster answers there ({reason})")
 
 
 def _own_error(error: RayTaskError) -> Exception:
@@ -184,12 +160,6 @@ def _own_error(error: RayTaskError) -> Exception:
 
 def _unseen(name: str, node: str) -> UserError:
     return UserError(f"{name}: node {node} does not see it; with --engine ray, give a place that all nodes see")
-
-
-def _num_cpus() -> int:
-    import ray
-
-    return int(ray.cluster_resources().get("CPU", 0))
 
 
 def _work_in_worker(given: list[Any], part: Any) -> Any:
@@ -206,7 +176,7 @@ def _begin(reference: Any) -> _Given:
     given: _Given = ray.get(reference)
     with suppress(OSError):
         os.chdir(given.folder)
-    for path, name in given.seen_by_all.items():
+    for path in given.seen_by_all:
         if not os.path.exists(path):
-            raise _unseen(name, ray.util.get_node_ip_address())
+            raise _unseen(path, ray.util.get_node_ip_address())
     return given

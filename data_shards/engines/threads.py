@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
-from shardvit.data_shards.processes import run_threads
+from shardvit.data_shards.processes import Done, Part, Request, Result, Work, run_threads
 
-_Request = TypeVar("_Request")
-_Part = TypeVar("_Part", bound=Hashable)
-_Result = TypeVar("_Result")
 _here = threading.local()
 
 
@@ -32,16 +28,11 @@ class ThreadEngine:
     workers: int
 
     def run(
-        self,
-        work: Callable[[_Request, _Part], _Result],
-        request: _Request,
-        parts: Sequence[_Part],
-        *,
-        done: Callable[[_Result], None],
-    ) -> dict[_Part, _Result]:
+        self, work: Work[Request, Part, Result], request: Request, parts: Sequence[Part], *, done: Done[Result]
+    ) -> dict[Part, Result]:
         stop, failures = threading.Event(), list[BaseException]()
 
-        def one(part: _Part) -> _Result:
+        def one(part: Part) -> Result:
             _here.stop = stop
             try:
                 give_up_if_stopped()
@@ -51,7 +42,7 @@ class ThreadEngine:
                 stop.set()  # here: the main thread only notices when it waits for this part
                 raise
 
-        results: dict[_Part, _Result] = {}
+        results: dict[Part, Result] = {}
         found = run_threads(one, [(part,) for part in parts], threads=self.workers, stop=stop)
         try:
             for part, result in zip(parts, found, strict=True):

@@ -17,6 +17,7 @@ import numpy as np
 from shardvit.data_shards.checking.near_duplicates.fingerprint import ImagePlace, ShardImages, UnreadNow
 from shardvit.data_shards.checking.near_duplicates.matches import Match, Matches, find_matches
 from shardvit.data_shards.durable import lines_text
+from shardvit.data_shards.engines.engine import PartsEngine
 from shardvit.data_shards.packing.found import EXCLUDED_FILE, UNSURE_FILE
 from shardvit.data_shards.packing.request import PackRequest
 from shardvit.data_shards.packing.shard_plan import Line, Marks, PackPlan, ShardPlan
@@ -82,13 +83,18 @@ class Excluded:
                 folder.put(EXCLUDED_PAGE, Path(scratch) / EXCLUDED_PAGE)
 
 
-def find_excluded(plan: PackPlan, source: Source, request: PackRequest, *, report: Report) -> Excluded | None:
-    """Find training images that are in other sets; None if no set was given. UserError if a set cannot be read."""
+def find_excluded(
+    plan: PackPlan, source: Source, request: PackRequest, *, engine: PartsEngine | None, report: Report
+) -> Excluded | None:
+    """Find training images that are in other sets; None if no set was given. UserError if a set cannot be read.
+
+    The sets are hashed on the engine, by default on this machine's processes; the images are, by its threads.
+    """
     if request.exclusion is None:
         return None
     images = PlannedImages(plan.splits["train"], name=source.spec)
     others = [ShardImages(shards, request.exclusion.store) for shards in request.exclusion.sets]
-    found = find_matches(images, others, pixel_limit=request.pixel_limit, report=report)
+    found = find_matches(images, others, pixel_limit=request.pixel_limit, engine=engine, report=report)
     for other in others:
         if bad := found.undecoded.get(other.name):
             report(f"{bad:,} images of {other.name} cannot be decoded: they are compared by their bytes alone")

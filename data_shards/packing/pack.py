@@ -257,7 +257,7 @@ class _Packing:
 
     def _choose(self, source: Source) -> tuple[PackPlan, Excluded | None]:
         plan = make_plan(source, request := self._named())
-        excluded = find_excluded(plan, source, request, report=self.report)
+        excluded = find_excluded(plan, source, request, engine=self.unpacking.engine, report=self.report)
         return (plan if excluded is None else make_plan(source, request, without=excluded.marks)), excluded
 
     def _plan(

@@ -106,23 +106,22 @@ def schema() -> pa.Schema:
 def to_parquet(samples: Sequence[SampleStatistics]) -> bytes:
     """Pack the rows of a shard, or of a part of it, for `write_statistics`."""
     import pyarrow as pa
+
+    own = pa.schema([*schema()][1:-1])  # without shard and duplicate
+    rows = [(each.row, _text(each.key), each.path and _text(each.path), each.labels, *each.image) for each in samples]
+    return _packed(pa.Table.from_pylist([dict(zip(own.names, row, strict=True)) for row in rows], schema=own))
+
+
+def _packed(table: pa.Table) -> bytes:
     import pyarrow.parquet as pq
 
-    names = [name for name in schema().names if name not in ("shard", "duplicate")]
-    rows = [(each.row, _text(each.key), _text(each.path), each.labels, *each.image) for each in samples]
-    fields = [schema().field(name) for name in names]
-    columns = zip(fields, list(zip(*rows, strict=True)) or [()] * len(fields), strict=True)
-    arrays = [pa.array(column, field.type) for field, column in columns]
-    sink = pa.BufferOutputStream()
-    pq.write_table(pa.table(arrays, schema=pa.schema(fields)), sink, compression="zstd")
-    return sink.getvalue().to_pybytes()
+    pq.write_table(table, sink := BytesIO(), compression="zstd")
+    return sink.getvalue()
 
 
-def _text(text: str | None) -> str | None:
+def _text(text: str) -> str:
     """Replace what is no Unicode in names of files, for Arrow has only UTF-8."""
-    return (
-        text if text is None or text.isascii() else text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
-    )
+    return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
 def write_statistics(
@@ -153,9 +152,8 @@ def write_statistics(
     with tempfile.TemporaryDirectory(dir=scratch, prefix=".statistics-") as scratch_name:
         before, result = (Path(scratch_name) / name for name in ("rows", STATISTICS_FILE))
         with pq.ParquetWriter(before, plain := schema().remove(len(schema()) - 1), compression="zstd") as writer:
-            for table in _regrouped(_numbered(parts, plain), plain):
-                texts = table.column("digest").to_pylist()
-                digests += bytes.fromhex("".join(texts))
+            for table in _regrouped(parts, plain):
+                digests += bytes.fromhex("".join(table.column("digest").to_pylist()))
                 writer.write_table(table)
         is_copy = repeated(np.frombuffer(digests, np.uint64).reshape(-1, DIGEST_BYTES // 8))
         rows, done = pq.ParquetFile(before), 0
@@ -169,22 +167,16 @@ def write_statistics(
         folder.put(STATISTICS_FILE, result)
 
 
-def _numbered(parts: Iterable[tuple[int, bytes]], plain: pa.Schema) -> Iterator[pa.Table]:
+def _regrouped(parts: Iterable[tuple[int, bytes]], plain: pa.Schema) -> Iterator[pa.Table]:
+    """Cut into tables of `ROWS` rows, so that the file does not depend on how the work was cut."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    waiting = plain.empty_table()
     for number, content in parts:
         table = pq.ParquetFile(pa.BufferReader(content)).read()
-        yield table.add_column(0, plain.field("shard"), pa.array(np.full(len(table), number, np.int32)))
-
-
-def _regrouped(tables: Iterable[pa.Table], plain: pa.Schema) -> Iterator[pa.Table]:
-    """Cut into tables of `ROWS` rows, so that the file does not depend on how the work was cut."""
-    import pyarrow as pa
-
-    waiting = plain.empty_table()
-    for table in tables:
-        waiting = pa.concat_tables([waiting, table])
+        shard = pa.array(np.full(len(table), number, np.int32))
+        waiting = pa.concat_tables([waiting, table.add_column(0, plain.field("shard"), shard)])
         while len(waiting) >= ROWS:
             yield waiting.slice(0, ROWS).combine_chunks()
             waiting = waiting.slice(ROWS)
@@ -203,6 +195,7 @@ def open_table(folder: Folder) -> Path | BytesIO | None:
 
 def rows_by_shard(table: Path | BinaryIO, manifest: Manifest) -> Iterator[tuple[int, bytes]]:
     """Cut a table into the rows of the manifest's shards, as `write_statistics` takes them; others are left out."""
+    import pyarrow as pa
     import pyarrow.parquet as pq
 
     number_of = {shard.file: number for number, shard in enumerate(manifest.shards)}
@@ -213,24 +206,18 @@ def rows_by_shard(table: Path | BinaryIO, manifest: Manifest) -> Iterator[tuple[
             starts = np.flatnonzero(np.diff(shards, prepend=-1))
             for start, stop in zip(starts, [*starts[1:], len(shards)], strict=True):
                 if (number := numbers[shards[start]]) is not None:
-                    rows = batch.slice(start, stop - start).drop_columns(["shard", "duplicate"])
-                    sink = BytesIO()
-                    with pq.ParquetWriter(sink, rows.schema.remove_metadata()) as writer:
-                        writer.write_batch(rows)
-                    yield number, sink.getvalue()
+                    rows = pa.Table.from_batches([batch.slice(start, stop - start)]).replace_schema_metadata()
+                    yield number, _packed(rows.drop_columns(["shard", "duplicate"]))
 
 
 def repeated(digests: NDArray[np.uint64]) -> NDArray[np.bool_]:
-    """Mark the rows that an earlier row equals: [rows, words]. Takes 16 bytes a row and a sort."""
-    order = np.argsort(digests[:, 0], kind="stable")
-    in_order = digests[order, 0]
-    same = np.zeros(len(order) + 1, np.bool_)  # its first word equals that of the one before
-    same[1:-1] = in_order[1:] == in_order[:-1]
-    rows = np.sort(order[same[:-1] | same[1:]])  # few, as a rule
+    """Mark the rows that an earlier row equals: [rows, words]. Takes 16 bytes a row and a sort by each word."""
+    order = np.lexsort(digests.T)  # stable: the earliest of equal rows comes first
     marks = np.zeros(len(order), np.bool_)
-    if len(rows):
-        _, first, group = np.unique(digests[rows], axis=0, return_index=True, return_inverse=True)
-        marks[rows] = first[group.ravel()] != np.arange(len(rows))
+    is_same = np.ones(max(len(order) - 1, 0), np.bool_)
+    for words in digests.T:
+        is_same &= words[order[1:]] == words[order[:-1]]
+    marks[order[1:][is_same]] = True
     return marks
 
 

@@ -6,11 +6,9 @@ and, as bytes are counted to 0.2 %, some megabytes. Knows the set only from the 
 
 from __future__ import annotations
 
-import heapq
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from functools import lru_cache
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,6 +25,7 @@ LEVELS = 8  # of 256, in a bin of means and deviations
 _STEP = 1.002  # of the bins of aspect and bytes
 _SIDES = ("width", "height")
 _MOMENTS = [f"{name}_{channel}" for name in ("mean", "std") for channel in CHANNELS]
+_Scored = tuple[float, int, int]  # smallest first; row group, row in it
 _COLUMNS = ["shard", "row", "labels", "width", "height", "bytes", *_MOMENTS, "duplicate"]
 
 
@@ -62,14 +61,14 @@ class SetStatistics:
     images: int = 0  # readable
     duplicates: int = 0
     bytes: int = 0
-    images_of_class: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
-    labels_an_image: Counter[int] = field(default_factory=Counter)
-    sizes: dict[str, Counter[int]] = field(default_factory=dict)  # of "width", ...: see `bins`
-    moments: NDArray[np.int64] = field(
-        default_factory=lambda: np.zeros((6, 256 // LEVELS), np.int64)
-    )  # images by level
-    sums: NDArray[np.float64] = field(default_factory=lambda: np.zeros((2, 3)))  # of means, of mean squares
     extremes: tuple[ExtremeImage, ...] = ()
+
+    def __post_init__(self) -> None:
+        self.images_of_class = np.zeros(len(self.classes), np.int64)
+        self.labels_an_image = Counter[int]()
+        self.sizes = {name: Counter[int]() for name in ("width", "height", "aspect", "bytes")}  # see `bins`
+        self.moments = np.zeros((6, 256 // LEVELS), np.int64)  # images by level
+        self.sums = np.zeros((2, 3))  # of means, of mean squares
 
     @property
     def mean(self) -> NDArray[np.float64]:
@@ -98,10 +97,10 @@ def summarise(location: str) -> SetStatistics:
     try:
         file = pq.ParquetFile(RangedFile(location))
         made = _described(shown, read_facts(file.schema_arrow.metadata))
-        heaps: dict[str, list[tuple[float, int, int]]] = {}
+        best: dict[str, list[_Scored]] = {}
         for group in range(file.num_row_groups):
-            _add(made, file.read_row_group(group, columns=_COLUMNS), group=group, heaps=heaps)
-        made.extremes = tuple(_named(file, made, heaps))
+            _add(made, file.read_row_group(group, columns=_COLUMNS), group=group, best=best)
+        made.extremes = tuple(_named(file, made, best))
     except FileNotFoundError:
         raise UserError(
             f"{shown}: there is no such table: make it with `shardvit check SET --decode --statistics`"
@@ -115,12 +114,10 @@ def summarise(location: str) -> SetStatistics:
 def _described(location: str, facts: Mapping[str, Any]) -> SetStatistics:
     classes, shards = tuple(map(str, facts["classes"])), tuple(map(str, facts["shards"]))
     is_multi_label, unreadable = facts["labels"] == "multi", int(facts["unreadable"])
-    made = SetStatistics(location, str(facts["name"]), str(facts["split"]), classes, is_multi_label, shards, unreadable)
-    made.images_of_class = np.zeros(len(classes), np.int64)
-    return made
+    return SetStatistics(location, str(facts["name"]), str(facts["split"]), classes, is_multi_label, shards, unreadable)
 
 
-def _add(made: SetStatistics, table: Any, *, group: int, heaps: dict[str, list[tuple[float, int, int]]]) -> None:
+def _add(made: SetStatistics, table: Any, *, group: int, best: dict[str, list[_Scored]]) -> None:
     at = np.flatnonzero(is_readable := table.column("width").to_numpy() > 0)
     made.unreadable += len(table) - len(at)
     table = table.filter(is_readable)
@@ -134,7 +131,7 @@ def _add(made: SetStatistics, table: Any, *, group: int, heaps: dict[str, list[t
     sizes = {"width": width, "height": height, "aspect": width / height, "bytes": num_bytes}
     for name, values in sizes.items():
         rounded = values if name in _SIDES else np.rint(np.log(values) / np.log(_STEP))
-        made.sizes.setdefault(name, Counter()).update(_counted(rounded.astype(np.int64)))
+        made.sizes[name].update(_counted(rounded.astype(np.int64)))
     moments = np.stack([table.column(name).to_numpy().astype(np.float64) for name in _MOMENTS])
     for counts, values in zip(made.moments, moments, strict=True):
         counts += np.bincount(np.clip(values, 0, 255).astype(np.int64) // LEVELS, minlength=len(counts))
@@ -149,21 +146,22 @@ def _add(made: SetStatistics, table: Any, *, group: int, heaps: dict[str, list[t
     }
     for (least, most), values in ranked.items():
         for what, scores in ((least, -values), (most, values)):
-            best = np.argsort(-scores, kind="stable")[:_MOST_EXTREME]
-            entries = [(float(scores[row]), -group, -int(at[row])) for row in best.tolist()]
-            heaps[what] = heapq.nlargest(_MOST_EXTREME, heaps.get(what, []) + entries)
+            entries = [
+                (-float(scores[row]), group, int(at[row]))
+                for row in np.argsort(-scores, kind="stable")[:_MOST_EXTREME].tolist()
+            ]
+            best[what] = sorted(best.get(what, []) + entries)[:_MOST_EXTREME]
 
 
-def _named(file: Any, made: SetStatistics, heaps: dict[str, list[tuple[float, int, int]]]) -> list[ExtremeImage]:
+def _named(file: Any, made: SetStatistics, best: dict[str, list[_Scored]]) -> list[ExtremeImage]:
     """Read the names of the extreme images, and no other row groups."""
-    columns = ["key", "shard", *_COLUMNS[3:6]]
-    read = lru_cache(1)(lambda group: file.read_row_group(group, columns=columns))
-    places = [(-group, -row, what) for what, entries in heaps.items() for _, group, row in entries]
-    found: dict[tuple[int, int, str], ExtremeImage] = {}
-    for group, row, what in sorted(places):
-        key, shard, *size = read(group).slice(row, 1).to_pylist()[0].values()
-        found[group, row, what] = ExtremeImage(what, key, made.shards[shard], *size)
-    return [found[place] for place in places]
+    found: dict[tuple[int, int], tuple[Any, ...]] = {}
+    for group in {group for entries in best.values() for _, group, _ in entries}:
+        table = file.read_row_group(group, columns=["key", "shard", *_COLUMNS[3:6]])
+        rows = {row for entries in best.values() for _, its, row in entries if its == group}
+        found |= {(group, row): tuple(table.slice(row, 1).to_pylist()[0].values()) for row in rows}
+    places = [(what, *found[group, row]) for what, entries in best.items() for _, group, row in entries]
+    return [ExtremeImage(what, key, made.shards[shard], *size) for what, key, shard, *size in places]
 
 
 def _counted(values: NDArray[Any]) -> dict[int, int]:

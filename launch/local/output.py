@@ -24,6 +24,11 @@ def say(text: str) -> None:
     print(f"shardvit: {printable(text)}", file=sys.stderr, flush=True)
 
 
+def tell(line: str) -> None:
+    """Print a line of progress on stderr."""
+    print(printable(line), file=sys.stderr, flush=True)
+
+
 def say_model(asked: object, *, origin: str, notes: Iterable[str]) -> None:
     """Report which model was used, unless it is the path `asked` itself, and any assumptions."""
     if origin != str(asked):

@@ -13,6 +13,7 @@ import json
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 from shardvit.data_shards.durable import replace_text
 from shardvit.data_shards.errors import UserError
@@ -48,13 +49,22 @@ def is_packed(out: str) -> bool:
 def packing_of(folder: Path) -> tuple[Path, str] | None:
     """Return (jobs folder, OUT) of a packing that was submitted; `folder` is either of them. None: there is none."""
     for jobs in (folder, jobs_folder(str(folder), runs=Path())):
-        try:
-            return jobs, str(parse_json((jobs / PACKING_FILE).read_bytes())["out"])
-        except FileNotFoundError:
-            continue
-        except (OSError, ValueError, KeyError, TypeError):
-            raise UserError(f"{jobs / PACKING_FILE}: it is damaged; remove it") from None
+        if (found := _submitted(jobs)) is not None:
+            return jobs, found["out"]
     return None
+
+
+def _submitted(jobs: Path) -> dict[str, Any] | None:
+    file = jobs / PACKING_FILE
+    try:
+        found = parse_json(file.read_bytes())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError):
+        found = None
+    if not isinstance(found, dict) or not isinstance(found.get("out"), str):
+        raise UserError(f"{file}: it is damaged; remove it")
+    return found
 
 
 def plan_packing_jobs(
@@ -62,7 +72,6 @@ def plan_packing_jobs(
 ) -> SubmissionPlan:
     """Render the scripts of what is not done; changes nothing on disk. `flags`: of `shardvit pack`."""
     paths = Paths(run=jobs_folder(out, runs=runs), work=Path.cwd(), package=package_folder())
-    content = {"out": out if not is_local(out) else str(local_path(out).absolute()), "source": source}
     command = [source, out, *flags]
     jobs: list[Job] = []
 
@@ -74,7 +83,7 @@ def plan_packing_jobs(
     open_tasks = list(range(tasks))
     if not is_packed(out):
         planned = load_job(out)
-        if planned is None or _flags_before(paths.run) != command:
+        if planned is None or (_submitted(paths.run) or {}).get("command") != command:
             add("plan")
         else:
             is_open = [find_record(planned, number) is None for number in range(len(planned.plan.sizes))]
@@ -86,24 +95,15 @@ def plan_packing_jobs(
 
     def begin() -> dict[StageName, int]:
         begin_jobs(paths.slurm)
-        replace_text(paths.run / PACKING_FILE, json.dumps({**content, "command": command}, indent=1))
+        content = {"out": str(local_path(out).absolute()) if is_local(out) else out, "command": command}
+        replace_text(paths.run / PACKING_FILE, json.dumps(content, indent=1))
         return {}
 
     closing = f"{len(open_tasks)} tasks make shards; logs in {paths.slurm}"
     return SubmissionPlan(paths, job, tuple(jobs), begin, closing=closing)
 
 
-def _flags_before(folder: Path) -> list[str] | None:
-    try:
-        return parse_json((folder / PACKING_FILE).read_bytes())["command"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
 def _ranges(numbers: Sequence[int]) -> str:
     """[0, 1, 2, 5] -> "0-2,5", as sbatch's --array."""
-    words: list[str] = []
-    for _, group in groupby(enumerate(numbers), key=lambda each: each[1] - each[0]):
-        (_, first), *more = group
-        words.append(f"{first}-{more[-1][1]}" if more else f"{first}")
-    return ",".join(words)
+    runs = [[*run] for _, run in groupby(enumerate(numbers), key=lambda each: each[1] - each[0])]
+    return ",".join(f"{run[0][1]}-{run[-1][1]}" if len(run) > 1 else f"{run[0][1]}" for run in runs)

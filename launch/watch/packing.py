@@ -29,10 +29,10 @@ class PackingWatcher:
 
     def look(self) -> dict[str, Any]:
         """Return what is known: `state`, shards and images, made and in all, speed, time left, jobs by name."""
-        job = None if is_packed(self.out) else load_job(self.out)
-        tree: dict[str, Any] = {"out": self.out, "state": "packed" if is_packed(self.out) else "not planned"}
-        if job is not None:
-            tree |= {"state": "packing", **_progress(job, now=time.time())}
+        tree: dict[str, Any] = {"out": self.out, "state": "packed"}
+        if not is_packed(self.out):
+            job = load_job(self.out)
+            tree |= {"state": "not planned"} if job is None else {"state": "packing", **_progress(job, now=time.time())}
         if self._jobs and (submission := read_submission(self._jobs / "slurm")):
             queue: dict[str, Queued] = {}
             with suppress(UserError):  # no SLURM here
@@ -49,14 +49,8 @@ def _progress(job: PackJob, *, now: float) -> dict[str, Any]:
     since = max(now - _WINDOW_SECONDS, min(made.values(), default=now))
     speed = sum(images[name] for name, at in made.items() if at > since) / max(now - since, 1.0)
     left = (total - done) / speed if speed else None
-    return {
-        "shards": len(made),
-        "of_shards": len(images),
-        "images": done,
-        "of_images": total,
-        "images_per_second": speed,
-        "left_seconds": left,
-    }
+    counts = {"shards": len(made), "of_shards": len(images), "images": done, "of_images": total}
+    return {**counts, "images_per_second": speed, "left_seconds": left}
 
 
 def _records(job: PackJob) -> dict[str, float]:
@@ -71,9 +65,9 @@ def as_text(tree: dict[str, Any]) -> str:
     """Format a look as lines."""
     line = f"{tree['out']}: {tree['state']}"
     if tree["state"] == "packing":
-        line += f": {tree['shards']:,} of {counted(tree['of_shards'], 'shard')}, {tree['images']:,} of "
-        line += f"{counted(tree['of_images'], 'image')}"
-        if tree["left_seconds"] is not None:
-            line += f", {tree['images_per_second']:,.0f} images/s, {show_duration(tree['left_seconds'])} left"
+        shards, images = counted(tree["of_shards"], "shard"), counted(tree["of_images"], "image")
+        line += f": {tree['shards']:,} of {shards}, {tree['images']:,} of {images}"
+    if tree.get("left_seconds") is not None:
+        line += f", {tree['images_per_second']:,.0f} images/s, {show_duration(tree['left_seconds'])} left"
     jobs = (f"  {name}: job {job} {state}".rstrip() for name, (job, state) in tree.get("jobs", {}).items())
     return "\n".join([line, *jobs])

@@ -37,7 +37,7 @@ from shardvit.data_shards.durable import replaced
 from shardvit.data_shards.engines.engine import PartsEngine, local_engine
 from shardvit.data_shards.errors import CorruptSample, SampleError, UnreadableImage, UserError
 from shardvit.data_shards.images.decode import PixelLimit, read_image, read_reduced
-from shardvit.data_shards.processes import run_threads
+from shardvit.data_shards.processes import num_cores, run_threads
 from shardvit.data_shards.reading.shard_reader import ShardReader
 from shardvit.data_shards.shards.shard_set import Damaged, ShardSet
 from shardvit.data_shards.store.store import Store
@@ -203,6 +203,14 @@ def default_fingerprint_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardvit" / "fingerprints"
 
 
+def kept_places(compared: Sequence[str] | None) -> list[str]:
+    """List what comparing with these sets needs on all nodes: them, and the folder of fingerprints, which is made."""
+    if not compared:
+        return []
+    default_fingerprint_folder().mkdir(parents=True, exist_ok=True)
+    return [*compared, str(default_fingerprint_folder())]
+
+
 def make_fingerprints(
     request: FingerprintRequest, *, engine: PartsEngine, done: Callable[[int], None]
 ) -> tuple[KeptFingerprints, int]:
@@ -233,7 +241,7 @@ def make_fingerprints(
         # Silence Pillow on large photographs and odd metadata. The filter is process-wide, so it is set around threads.
         with warnings.catch_warnings(action="ignore"):
             each_part = [(request, part, stop) for part in parts]
-            for each in run_threads(_make_part, each_part, threads=engine.workers, stop=stop):
+            for each in run_threads(_make_part, each_part, threads=min(engine.workers, num_cores()), stop=stop):
                 add(each)
     return KeptFingerprints(collection.name, collection.digest, tuple(collection.sizes), files), undecoded
 

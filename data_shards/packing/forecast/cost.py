@@ -6,7 +6,6 @@ of a packing in which nothing fails: retries cost more.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -22,7 +21,7 @@ _GB, _HOUR = 1e9, 3600.0
 
 @dataclass(frozen=True)
 class StoreRequests:
-    """StoreRequests to stores. Stores charge HEAD as GET, and the start and end of an upload in parts as PUT."""
+    """As stores charge them: HEAD as GET, and the start and end of an upload in parts as PUT."""
 
     list: int = 0  # of up to 1,000 names
     get: int = 0
@@ -100,14 +99,9 @@ class PackCost:
 
     @property
     def money(self) -> dict[str, float]:
-        amounts = {
-            "get": self.requests.get / 1000,
-            "put": self.requests.put / 1000,
-            "list": self.requests.list / 1000,
-            "egress": self.remote_bytes / _GB,
-            "storage": self.sent_bytes / _GB,
-            "core_hour": self.core_hours or 0.0,
-        }
+        amounts = {name: count / 1000 for name, count in asdict(self.requests).items()}
+        amounts |= {"egress": self.remote_bytes / _GB, "storage": self.sent_bytes / _GB}
+        amounts["core_hour"] = self.core_hours or 0.0
         return {name: price * amounts[name] for name, price in self.prices.items()}
 
     def as_json(self) -> dict[str, object]:
@@ -117,33 +111,30 @@ class PackCost:
     def lines(self) -> list[str]:
         """Format for the terminal."""
         of = f"{counted(self.images, 'image')} of {counted(self.classes, 'class')}, {show_bytes(self.source_bytes)}"
-        disk = f"{show_bytes(self.bytes - self.sent_bytes)} for OUT, {show_bytes(self.scratch_bytes)} meanwhile"
-        rows = [f"{self.source}: {of}; nothing was written"]
+        rows = {}
         for each in self.splits:
-            size = (
-                f"{show_bytes(each.bytes)} in {counted(each.shards, 'shard')} of up to {show_bytes(each.largest_bytes)}"
-            )
-            rows.append(f"  {each.split:<10} {counted(each.images, 'image')}, {size}")
-        rows.append(f"  disk       {disk}")
+            size = f"{show_bytes(each.bytes)} in {counted(each.shards, 'shard')}"
+            rows[each.split] = f"{counted(each.images, 'image')}, {size} of up to {show_bytes(each.largest_bytes)}"
+        on_disk = self.bytes - self.sent_bytes
+        rows["disk"] = f"{show_bytes(on_disk)} for OUT, {show_bytes(self.scratch_bytes)} meanwhile"
         if self.remote_bytes or self.sent_bytes:
             ask = self.requests
-            rows.append(f"  requests   {ask.list:,} LIST, {ask.get:,} GET and HEAD, {ask.put:,} PUT and POST")
+            rows["requests"] = f"{ask.list:,} LIST, {ask.get:,} GET and HEAD, {ask.put:,} PUT and POST"
             time = f", {show_duration(self.network_hours * _HOUR)}" if self.network_hours else ""
-            rows.append(
-                f"  network    {show_bytes(self.remote_bytes)} read, {show_bytes(self.sent_bytes)} written{time}"
-            )
+            rows["network"] = f"{show_bytes(self.remote_bytes)} read, {show_bytes(self.sent_bytes)} written{time}"
         if self.core_hours is None or self.hours is None:
-            rows.append("  time       unknown: no image can be read before the source is decompressed")
+            rows["time"] = "unknown: no image can be read before the source is decompressed"
         else:
             each = f"{1000 * self.trial.cpu_seconds:.2f} ± {1000 * self.trial.error_seconds:.2f} ms an image"
-            rows.append(f"  cores      {self.core_hours:,.3f} hours, {each} by a trial of {self.trial.images}")
-            rows.append(f"  time       {show_duration(self.hours * _HOUR)} on {counted(self.workers, 'core')}")
+            rows["cores"] = f"{self.core_hours:,.3f} hours, {each} by a trial of {self.trial.images}"
+            rows["time"] = f"{show_duration(self.hours * _HOUR)} on {counted(self.workers, 'core')}"
         if self.trial.unreadable:
-            rows.append(f"  damaged    {self.trial.unreadable} of {self.trial.images} images tried")
-        paid = [f"{name} {amount:,.2f}" for name, amount in self.money.items()]
-        if paid:
-            rows.append(f"  money      {sum(self.money.values()):,.2f} ({', '.join(paid)})")
-        return rows
+            rows["damaged"] = f"{self.trial.unreadable} of {self.trial.images} images tried"
+        if self.money:
+            paid = ", ".join(f"{name} {amount:,.2f}" for name, amount in self.money.items())
+            rows["money"] = f"{sum(self.money.values()):,.2f} ({paid})"
+        first = f"{self.source}: {of}; nothing was written"
+        return [first, *(f"  {name:<10} {text}" for name, text in rows.items())]
 
 
 def parse_prices(text: str | None) -> dict[str, float]:
@@ -151,12 +142,9 @@ def parse_prices(text: str | None) -> dict[str, float]:
     found: dict[str, float] = {}
     for part in text.split(",") if text else ():
         name, _, amount = (each.strip() for each in part.partition("="))
-        try:
-            found[name] = float(amount)
-        except ValueError:
-            found[name] = math.nan
-        if name not in PRICES or not 0 <= found[name] < math.inf:
+        if name not in PRICES or not re.fullmatch(r"(\d+\.?\d*|\.\d+)(e-?\d+)?", amount):
             raise UserError(f"--price: {part!r}: give NAME=AMOUNT, where NAME is one of {', '.join(PRICES)}")
+        found[name] = float(amount)
     return found
 
 

@@ -17,14 +17,7 @@ from shardvit.data_shards.packing.forecast.cost import PackCost, SplitCost, Stor
 from shardvit.data_shards.packing.image import prepare_image
 from shardvit.data_shards.packing.plan_file import shards_per_part
 from shardvit.data_shards.packing.request import PackRequest
-from shardvit.data_shards.packing.shard_plan import (
-    INDEX_BYTES,
-    TAR_END_BYTES,
-    PackPlan,
-    ShardPlan,
-    make_plan,
-    tar_bytes,
-)
+from shardvit.data_shards.packing.shard_plan import INDEX_BYTES, TAR_END_BYTES, PackPlan, make_plan, tar_bytes
 from shardvit.data_shards.packing.sources.base import Source
 from shardvit.data_shards.packing.work import unpacked_path
 from shardvit.data_shards.sets.statistics import image_statistics
@@ -83,9 +76,8 @@ def forecast(
         for number, container in enumerate(images.containers):
             rows = images.container == number
             if container.kind == "folder" and not is_local(container.location):
-                requests += _LOOKS + StoreRequests(
-                    list=_listings([images.names[row] for row in np.flatnonzero(rows).tolist()])
-                )
+                names = [images.names[row] for row in np.flatnonzero(rows).tolist()]
+                requests += _LOOKS + StoreRequests(list=_listings(names))
             if container.compressed and not Path(container.location).exists():
                 is_compressed = True
                 scratch[container.location] = int((images.offsets[rows] + images.sizes[rows]).max(initial=0))
@@ -98,7 +90,8 @@ def forecast(
         remote_bytes += passes * int(shard.images.num_bytes[taken].sum())
         requests += StoreRequests(get=passes * int(taken.sum()))
     trial = Trial(0) if is_compressed else try_images(plan, request)
-    tars = {shard.file: _tar_bytes(shard, trial) for shard in plan.shards}
+    growth = trial.growth
+    tars = {s.file: int(growth * tar_bytes(s.images.num_bytes).sum()) + TAR_END_BYTES for s in plan.shards}
     splits = tuple(
         SplitCost(
             split,
@@ -109,7 +102,7 @@ def forecast(
         )
         for split, shards in plan.splits.items()
     )
-    if not (is_here := is_local(out)):
+    if not is_local(out):
         requests += _requests_of_writing(plan, [*tars.values()], tables=1 + (request.duplicates == "drop"))
         scratch[out] = workers * max(tars.values())
     return PackCost(
@@ -119,7 +112,7 @@ def forecast(
         source_bytes=sum(int(shard.images.num_bytes.sum()) for shard in plan.shards),
         remote_bytes=remote_bytes,
         requests=requests,
-        destination="disk" if is_here else "store",
+        destination="disk" if is_local(out) else "store",
         scratch_bytes=sum(scratch.values()),
         trial=trial,
         workers=workers,
@@ -136,10 +129,6 @@ def _listings(names: Sequence[str]) -> int:
             folder = folder.rpartition("/")[0]
             files[folder] += 0
     return sum(max(1, -(-count // 1000)) for count in files.values())
-
-
-def _tar_bytes(shard: ShardPlan, trial: Trial) -> int:
-    return int(trial.growth * tar_bytes(shard.images.num_bytes).sum()) + TAR_END_BYTES
 
 
 def _requests_of_writing(plan: PackPlan, tar_bytes: Sequence[int], *, tables: int) -> StoreRequests:

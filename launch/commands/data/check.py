@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,7 +11,6 @@ from cyclopts import Parameter
 
 from shardvit.data_shards.durable import replace_lines
 from shardvit.data_shards.errors import UserError
-from shardvit.data_shards.text import printable
 from shardvit.launch.evaluation.semantic_check import SEMANTIC_FILE, SemanticOptions
 from shardvit.launch.flags import (
     EngineOptions,
@@ -24,11 +22,13 @@ from shardvit.launch.flags import (
     pixel_limit,
     switch,
 )
+from shardvit.launch.local.output import tell
 
 if TYPE_CHECKING:
     from shardvit.data_shards.checking.scan import CheckOptions
 
 _LINES_FILE = "matches.jsonl"
+_OUTPUT_HELP = "What --against, --features list, with pictures; --statistics."
 
 
 @Parameter(name="*")
@@ -67,13 +67,7 @@ def check(
         list[str] | None,
         Parameter(negative="", consume_multiple=True, help="Find images also in these shards, such as test sets."),
     ] = None,
-    report: Annotated[
-        Path | None,
-        Parameter(
-            name=["--output", "--report"],
-            help="What --against, --features list, with pictures; --statistics.",
-        ),
-    ] = None,
+    report: Annotated[Path | None, Parameter(name=["--output", "--report"], help=_OUTPUT_HELP)] = None,
     as_json_text: JsonFlag = False,
     force: Force = False,
     semantic: SemanticOptions = SemanticOptions(),  # noqa: B008 - frozen
@@ -102,6 +96,7 @@ def check(
     """
     from shardvit.data_shards.checking.check import check as check_shards
     from shardvit.data_shards.checking.check import match_findings
+    from shardvit.data_shards.checking.near_duplicates.fingerprint import kept_places
     from shardvit.data_shards.checking.page import as_json, as_text
     from shardvit.data_shards.store.store import RetryPolicy, Store
     from shardvit.launch.pages.duplicates_page import MATCHES_PAGE, write_duplicates
@@ -113,7 +108,7 @@ def check(
     _demand_report(None if chosen.statistics and not is_listed else report, against, listed=is_listed, force=force)
     retry = RetryPolicy(give_up_seconds=60.0)  # the user is waiting
     store = Store(cache, retry=retry, commands="run")  # SHARDS as typed; a manifest cannot name commands
-    with engine.open(shards, *_fingerprints(against)) as opened:
+    with engine.open(shards, *kept_places(against)) as opened:
         result = check_shards(
             options.spec(shards),
             options=chosen,
@@ -121,7 +116,7 @@ def check(
             engine=opened,
             against=against or (),
             statistics_to=report and str(report),
-            report=_say,
+            report=tell,
         )
     alike = semantic.matches(options.spec(shards), store=store, limit=chosen.pixel_limit)
     findings = [each for split, found in alike for each in match_findings(found, split=split)]
@@ -134,20 +129,6 @@ def check(
                 replace_lines(report / file, (one.line(match) for one in listed for match in one.matches))
         write_duplicates(report / MATCHES_PAGE, [*result.matches, *semantic_ones], chosen.pixel_limit)
     return result.exit_code
-
-
-def _say(line: str) -> None:
-    print(printable(line), file=sys.stderr, flush=True)
-
-
-def _fingerprints(against: list[str] | None) -> list[str]:
-    """List what --against needs, besides the shards."""
-    from shardvit.data_shards.checking.near_duplicates.fingerprint import default_fingerprint_folder
-
-    if not against:
-        return []
-    default_fingerprint_folder().mkdir(parents=True, exist_ok=True)
-    return [*against, str(default_fingerprint_folder())]
 
 
 def _demand_report(report: Path | None, against: list[str] | None, *, listed: bool, force: bool) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +22,7 @@ from shardvit.launch.flags import (
     size_bytes,
     switch,
 )
-from shardvit.launch.local.output import go_on
+from shardvit.launch.local.output import go_on, tell
 
 if TYPE_CHECKING:
     from shardvit.data_shards.packing.request import Exclusion
@@ -32,6 +31,10 @@ if TYPE_CHECKING:
 
 
 _CHOSEN = "chosen"  # the manifest of --where
+
+
+_EXCLUDE_HELP = "Leave out training images found in these shards (see `check`)."
+OtherShards = Annotated[list[str] | None, Parameter(negative="", consume_multiple=True, help=_EXCLUDE_HELP)]
 
 
 def _say(line: str) -> None:
@@ -46,64 +49,41 @@ class PackOptions:
     name: Annotated[str | None, Parameter(help="Data set's name, in file names too; default: OUT's.")] = None
     labels: Annotated[Path | None, Parameter(help="CSV, JSONL, parquet of paths and labels, not class folders.")] = None
     path_column: Annotated[str | None, Parameter(help="Column or key of the paths in --labels; default: path.")] = None
-    label_column: Annotated[str | None, Parameter(help="Of the labels in --labels or the table; default: label.")] = (
-        None
-    )
-    image_column: Annotated[
-        str | None, Parameter(help="Of a table: images' bytes or paths; default: the only one.")
-    ] = None
+    label_column: Annotated[str | None, Parameter(help="Of the labels there or in a table; default: label.")] = None
+    image_column: Annotated[str | None, Parameter(help="Bytes or paths in a table; default: the only such.")] = None
     class_names: Annotated[Path | None, Parameter(help="Names of the labels' classes 0, 1, ..., one a line.")] = None
-    label: Annotated[
-        str | None, Parameter(help="Of samples in tars: cls (default), txt, json:KEY, tar (its name).")
-    ] = None
+    label: Annotated[str | None, Parameter(help="Of samples in tars: cls (default), txt, json:KEY, tar.")] = None
     label_kind: Annotated[LabelKind, Parameter(help="One --label a sample, or any number.")] = "single"
     val: Annotated[Path | None, Parameter(help="Published val images elsewhere: tar, folder, val200.txt.")] = None
-    val_labels: Annotated[
-        Path | None, Parameter(help="Their classes: Kaggle's CSV, the devkit, or 'FILE CLASS' lines.")
-    ] = None
+    val_labels: Annotated[Path | None, Parameter(help="Their classes: Kaggle's CSV, devkit, FILE CLASS lines.")] = None
     superclasses: Annotated[bool, switch("CIFAR-100's 20 superclasses.")] = False
     classes: Annotated[str | None, Parameter(help="Only these, comma separated; they get labels 0, 1, ...")] = None
     keep_classes: Annotated[bool, switch("Accept a single class, or names differing in case or spaces.")] = False
     holdout: Annotated[float | None, Parameter(help="Share of each class to hold out as 'val'.")] = None
-    holdout_images: Annotated[int | None, Parameter(help="Number of images to hold out, whatever their classes.")] = (
-        None
-    )
+    holdout_images: Annotated[int | None, Parameter(help="Images to hold out, whatever their classes.")] = None
     holdout_list: Annotated[Path | None, Parameter(help="File of paths to hold out, one a line.")] = None
     samples_per_shard: Annotated[int | None, Parameter(help="Most images in a tar; default: 1000.")] = None
-    shard_size: Annotated[str | None, Parameter(help="Size of a tar instead, such as 256MB, to within an image.")] = (
-        None
-    )
-    resize_short: Annotated[
-        int | None, Parameter(help="Shrink larger short sides to this; default: original bytes.")
-    ] = None
+    shard_size: Annotated[str | None, Parameter(help="Bytes of a tar instead, such as 256MB, to an image.")] = None
+    resize_short: Annotated[int | None, Parameter(help="Shrink larger short sides; default: original bytes.")] = None
     quality: Annotated[int | None, Parameter(help="JPEG quality of shrunk images; default: 90.")] = None
     max_image_pixels: MaxImagePixels = USUAL_MOST_PIXELS
     drop_duplicates: Annotated[bool, switch("Pack only the first of equal files: train, then val, test.")] = False
-    exclude_matches_of: Annotated[
-        list[str] | None,
-        Parameter(
-            negative="", consume_multiple=True, help="Leave out training images found in these shards (see `check`)."
-        ),
-    ] = None
+    exclude_matches_of: OtherShards = None
     verify: Annotated[bool, switch("If OUT is packed, compare all bytes, not just times.")] = False
     skip_unreadable: Annotated[bool, switch("Skip and list unreadable or stray images; pass empty folders.")] = False
     seed: Annotated[int, Parameter(help="Seed of the shuffle and the held-out choice.")] = 0
     append: Annotated[bool, switch("Add the images to the set that OUT is.")] = False
     where: Annotated[str | None, Parameter(help="Of a packed SOURCE, the images of which this is true.")] = None
-    manifest: Annotated[str | None, Parameter(help="Without OUT: it becomes manifest-NAME.json; default: chosen.")] = (
-        None
-    )
+    manifest: Annotated[str | None, Parameter(help="Without OUT: makes manifest-NAME.json; default: chosen.")] = None
 
     def arguments(self) -> list[str]:
         """Return the flags as one would type them."""
         words: list[str] = []
         for each in fields(self):
             value, flag = getattr(self, each.name), f"--{each.name.replace('_', '-')}"
-            if value == each.default:
-                continue
             if isinstance(value, list):
                 words += [flag, *value]
-            else:
+            elif value != each.default:
                 words.append(flag if value is True else f"{flag}={value}")
         return words
 
@@ -173,9 +153,7 @@ class ForecastOptions:
     """Flags of `shardvit pack --dry-run`."""
 
     dry_run: Annotated[bool, switch("Say what it would take, by a trial of 64 images; write nothing.")] = False
-    price: Annotated[
-        str | None, Parameter(help="Its get=,put=,list= (per 1000), egress=,storage= (GB), core_hour=.")
-    ] = None
+    price: Annotated[str | None, Parameter(help="get=,put=,list= (a 1000), egress=,storage= (GB), core_hour=.")] = None
     bandwidth: Annotated[str | None, Parameter(help="For that: the network's, such as 10Gbit (a second).")] = None
     as_json_text: JsonFlag = False
 
@@ -197,12 +175,8 @@ class StepOptions:
     def chosen(self) -> dict[str, Any]:
         """Return `pack`'s arguments."""
         if (self.step == "shards") != (self.task is not None) or (self.task is None) != (self.of is None):
-            raise UserError(
-                "--task, --of: --step shards needs both, for the shards TASK, TASK + OF, ...; no other does"
-            )
-        if self.step is None:
-            return {}
-        return {"step": self.step} if self.task is None else {"step": self.step, "task": self.task, "of": self.of}
+            raise UserError("--task, --of: they are for --step shards, which makes the shards TASK, TASK + OF, ...")
+        return {name: value for name, value in vars(self).items() if value is not None}
 
 
 def pack(
@@ -234,17 +208,16 @@ def pack(
         shardvit pack photos/2026 shards/photos --append --drop-duplicates
         shardvit pack shards/photos --where "width >= 128 and not duplicate"
     """
+    from shardvit.data_shards.checking.near_duplicates.fingerprint import kept_places
     from shardvit.data_shards.packing.pack import pack as pack_images
     from shardvit.data_shards.shards.location import is_local, local_path
 
     forecast.demand_fit()
     step = steps.chosen()
     go_on()
-    if out is None and forecast.dry_run:
-        raise UserError("--dry-run: it reckons with the place of OUT; name that too")
     if out is None:
-        if (engine, steps) != (EngineOptions(), StepOptions()):
-            raise UserError("--engine, --workers, --address, --step: they are for packing; name OUT, too")
+        if (forecast, engine, steps) != (ForecastOptions(), EngineOptions(), StepOptions()):
+            raise UserError("--dry-run, --engine, --workers, --address, --step: they are for packing; name OUT, too")
         return _choose(source, options)
     if options.manifest is not None:
         raise UserError("--manifest: it names what --where writes without OUT; leave one of them out")
@@ -254,7 +227,7 @@ def pack(
         demand_counts(workers=engine.workers)
         return _foresee(source, out, options, forecast, engine.workers)
     beside = str(local_path(out).absolute().parent) if is_local(out) else out
-    with engine.open(source, beside) as opened:
+    with engine.open(source, beside, *kept_places(options.exclude_matches_of)) as opened:
         pack_images(source, out, engine=opened, report=_say, **options.request(), **step)
     return 0
 
@@ -267,16 +240,12 @@ def _foresee(source: str, out: str, options: PackOptions, asked: ForecastOptions
     from shardvit.data_shards.processes import num_cores
 
     prices, bandwidth = parse_prices(asked.price), parse_bandwidth(asked.bandwidth)  # before an hour of listing
-    listed, request = list_source(source, out, report=_tell, **options.request())
+    listed, request = list_source(source, out, report=tell, **options.request())
     cost = forecast(listed, request, out, workers=workers or num_cores(), bytes_per_second=bandwidth, prices=prices)
     print(json.dumps(cost.as_json(), indent=1) if asked.as_json_text else printable("\n".join(cost.lines())))
     if (kept := unpacked_path(out)).is_dir():
-        _tell(f"{kept}: what listing had to decompress or copy stays for the packing; delete it if none follows")
+        tell(f"{kept}: what listing had to decompress or copy stays for the packing; delete it if none follows")
     return 0
-
-
-def _tell(line: str) -> None:
-    print(printable(line), file=sys.stderr, flush=True)
 
 
 def _choose(source: str, options: PackOptions) -> int:

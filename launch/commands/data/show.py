@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Mapping
 from dataclasses import fields
 from functools import partial
@@ -14,7 +13,6 @@ from cyclopts import Parameter
 
 from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.shards.location import redacted
-from shardvit.data_shards.text import printable
 from shardvit.launch.flags import (
     INDEX_FILE,
     DataFile,
@@ -27,6 +25,7 @@ from shardvit.launch.flags import (
     switch,
 )
 from shardvit.launch.local.env import paths_file
+from shardvit.launch.local.output import tell
 
 if TYPE_CHECKING:
     from shardvit.launch.pages.shards_page import Inspect, Shown
@@ -95,10 +94,10 @@ def show(
     if recipe is None:
         made = _show_shards(what, options, None if statistics else inspect)
     else:
-        made = show_recipe(recipe, stage=_stage(recipe, stage), step=step or 0, inspect=inspect, report=_report)
+        made = show_recipe(recipe, stage=_stage(recipe, stage), step=step or 0, inspect=inspect, report=tell)
     page = made.write(output, command="show")
     for line in made.notes:
-        _report(f"note: {line}")
+        tell(f"note: {line}")
     print(page)
     return 0
 
@@ -121,11 +120,7 @@ def _show_shards(what: str, options: ShardsOptions, inspect: Inspect | None) -> 
     limit = pixel_limit(options.max_image_pixels)
     if inspect is None:
         return show_statistics(what, store=store)
-    return show_shards(options.spec(what), store=store, limit=limit, inspect=inspect, report=_report)
-
-
-def _report(line: str) -> None:
-    print(printable(line), file=sys.stderr, flush=True)
+    return show_shards(options.spec(what), store=store, limit=limit, inspect=inspect, report=tell)
 
 
 def _recipe(what: str, overrides: tuple[str, ...], *, data: Path | None) -> Recipe | None:
@@ -137,7 +132,7 @@ def _recipe(what: str, overrides: tuple[str, ...], *, data: Path | None) -> Reci
     if not is_named and not what.endswith(_RECIPE_ENDINGS):
         return None
     if is_named and _has_shards(what):
-        _report(f"note: {what} is taken for the recipe that ships; for the shards in the folder, write ./{what}")
+        tell(f"note: {what} is taken for the recipe that ships; for the shards in the folder, write ./{what}")
     return load_recipe(what, overrides=overrides, paths=paths_file(data))
 
 
