@@ -3,10 +3,13 @@
 Skips and lists damage. Reads batches with training's own code, and statistics from their table alone. Takes seconds.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
 
 from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.images.decode import PixelLimit
@@ -73,8 +76,7 @@ def show_shards(spec: ShardsSpec, *, store: Store, limit: PixelLimit, inspect: I
         facts=_facts({split: each.shards for split, each in seen.items()}),
     )
     for split, each in seen.items():
-        name = "".join(letter if letter.isalnum() or letter in "-_" else "_" for letter in split)[:60]
-        _add_set(made, each, title=split or "The set", prefix=f"{name}_" if split else "")
+        _add_set(made, each, title=split or "The set", prefix=_prefix(split))
     return made
 
 
@@ -116,10 +118,14 @@ def show_statistics(location: str, *, store: Store) -> Shown:
     facts += [(f"{len(first.classes):,}", "classes"), (show_bytes(sum(each.bytes for each in seen.values())), "in all")]
     made = Shown(title=f"{first.name}: statistics of all images", lead=first.location, facts=tuple(facts))
     for split, each in seen.items():
-        _add_statistics(
-            made, each, title=split or each.split, prefix=f"{split}_" if split in ("train", "val", "test") else ""
-        )
+        _add_statistics(made, each, title=split or each.split, prefix=_prefix(split))
     return made
+
+
+def _prefix(split: str) -> str:
+    """Begin the names of a split's files."""
+    name = "".join(letter if letter.isalnum() or letter in "-_" else "_" for letter in split)[:60]
+    return name and f"{name}_"
 
 
 def _add_set(made: Shown, seen: Overview, *, title: str, prefix: str, image_size: int | None = None) -> None:
@@ -135,11 +141,7 @@ def _add_set(made: Shown, seen: Overview, *, title: str, prefix: str, image_size
         rows = [(text,) for text in damaged[:_MOST_DAMAGED]]
         more = f"; the first {_MOST_DAMAGED} of {len(damaged):,}" if len(damaged) > _MOST_DAMAGED else ""
         blocks.append(PageTable(("Damaged",), rows, title=f"Damage that was met{more}"))
-    counts = seen.images_of_class.tolist()
-    order = sorted(range(shards.num_classes), key=lambda number: (-counts[number], number))
-    rows = [(shards.classes[number], counts[number]) for number in order[:_MOST_CLASSES]]
-    first = f"The largest {_MOST_CLASSES:,} of {shards.num_classes:,} classes" if len(order) > len(rows) else "Classes"
-    blocks.append(PageTable(("Class", "Images"), rows, title=f"{first}, with their images", folded=True))
+    blocks.append(_class_table(shards.classes, seen.images_of_class))
     size = "" if shards.num_bytes is None else f", {show_bytes(shards.num_bytes)}"
     effort = f"{show_bytes(seen.bytes_read)} were read{'' if seen.is_whole else f' of {seen.opened:,} shards'}"
     if not shards.is_local:
@@ -153,20 +155,23 @@ def _add_set(made: Shown, seen: Overview, *, title: str, prefix: str, image_size
 
 def _add_statistics(made: Shown, seen: SetStatistics, *, title: str, prefix: str) -> None:
     blocks = made.pictures(statistics_figures(seen), prefix=prefix)
-    counts = seen.images_of_class.tolist()
-    order = sorted(range(len(counts)), key=lambda number: (-counts[number], number))[:_MOST_CLASSES]
-    filled = [count for count in counts if count]
-    imbalance = f", the largest {max(filled) / min(filled):,.3g} times the smallest with any" if filled else ""
-    rows = [(image.what, image.key, image.shard, image.width, image.height, image.bytes) for image in seen.extremes]
+    filled = seen.images_of_class[seen.images_of_class > 0]
+    ratio = f", the largest {filled.max() / filled.min():,.3g} times the smallest with any" if len(filled) else ""
     columns = ("", "Image", "Shard", "Width", "Height", "Bytes")
-    blocks.append(PageTable(columns, rows, title="The most extreme images", folded=True))
-    classes = [(seen.classes[number], counts[number]) for number in order]
-    blocks.append(PageTable(("Class", "Images"), classes, title="Classes, the largest first", folded=True))
+    blocks.append(PageTable(columns, seen.extremes, title="The most extreme images", folded=True))
+    blocks.append(_class_table(seen.classes, seen.images_of_class))
     intro = (
-        f"{seen.images:,} images of {len(counts):,} classes{imbalance}. {seen.duplicates:,} are copies, byte for "
+        f"{seen.images:,} images of {len(seen.classes):,} classes{ratio}. {seen.duplicates:,} are copies, byte for "
         f"byte, of earlier ones; {seen.unreadable:,} could not be read."
     )
     made.sections.append(PageSection(title, blocks, intro=intro))
+
+
+def _class_table(names: Sequence[str], counts: NDArray[np.int64]) -> PageTable:
+    order: list[int] = np.argsort(-counts, kind="stable")[:_MOST_CLASSES].tolist()
+    rows = [(names[number], int(counts[number])) for number in order]
+    first = f"The largest {_MOST_CLASSES:,} of {len(names):,} classes" if len(names) > len(rows) else "Classes"
+    return PageTable(("Class", "Images"), rows, title=f"{first}, with their images", folded=True)
 
 
 def _facts(sets: Mapping[str, ShardSet]) -> Facts:

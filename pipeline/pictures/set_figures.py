@@ -69,20 +69,21 @@ def label_histogram(seen: Overview) -> Drawn | None:
         base = f"Labels of {seen.labelled:,} images in {seen.opened:,} of {len(seen.shards.shards):,} shards"
     if not seen.is_whole:
         base += f", drawn at random (seed {seen.seed}): what the other shards hold may differ"
-    without = f" {seen.without_label:,} images have no label." if seen.without_label else ""
-    return _class_counts(
-        seen.images_of_class, seen.shards.classes, base, several=seen.shards.is_multi_label, more=without
-    )
+    several, unlabelled = seen.shards.is_multi_label, seen.without_label
+    return _class_counts(seen.images_of_class, seen.shards.classes, base, several=several, unlabelled=unlabelled)
 
 
-def _class_counts(counts: np.ndarray, classes: Sequence[str], base: str, *, several: bool, more: str) -> Drawn:
+def _class_counts(counts: np.ndarray, classes: Sequence[str], base: str, *, several: bool, unlabelled: int) -> Drawn:
     order: list[int] = np.lexsort((np.arange(len(counts)), -counts)).tolist()
     smallest, median, largest = int(counts.min()), float(np.median(counts)), int(counts.max())
     have = f"{smallest:,} to {largest:,} images, the median is {median:,.0f}"
     if smallest == largest:
         have = f"{counted(smallest, 'image')} each"
     caption = f"{base}. The {len(classes):,} classes have {have}."
-    caption += f"{' An image with several labels counts for each.' if several else ''}{more}"
+    if several:
+        caption += " An image with several labels counts for each."
+    if unlabelled:
+        caption += f" {unlabelled:,} images have no label."
     if empty := int((counts == 0).sum()):
         caption += f" {empty:,} of the {len(classes):,} classes have no image."
     picture = Picture(
@@ -121,45 +122,32 @@ def image_sizes(seen: Overview, *, image_size: int | None = None) -> Drawn | Non
         _histogram(shapes, width / height, label="width / height", mark=1.0)
     _histogram(files_panel, num_bytes / divisor, label=f"size of the file ({unit})")
     least, most, median = (show_bytes(float(each(num_bytes))) for each in (np.min, np.max, np.median))
-    words = f"{sizes}; their files have {least} to {most}, the median is {median}"
-    below = float((np.minimum(height, width) < image_size).mean()) if image_size else 0.0
-    enlarged = (
-        f" The shorter side of {whole_percent(below)} of them is below the {image_size} px that the model takes: they "
-        "are enlarged."
-    )
-    caption = f"{words}.{enlarged if below else ''}"
-    return Picture("image_sizes", "Sizes of the images", caption, alt=words, group="data"), figure
+    caption = f"{sizes}; their files have {least} to {most}, the median is {median}."
+    if below := float((np.minimum(height, width) < image_size).mean()) if image_size else 0.0:
+        part = f"The shorter side of {whole_percent(below)} of them"
+        caption += f" {part} is below the {image_size} px that the model takes: they are enlarged."
+    return _picture("image_sizes", "Sizes of the images", caption), figure
 
 
 def statistics_figures(seen: SetStatistics) -> list[Drawn]:
     """Draw classes, sizes, bytes, brightness and contrast of all images of a table; nothing if it has none."""
     if not seen.images:
         return []
-    of = f"All {seen.images:,} images"
-    unlabelled = seen.labels_an_image.get(0, 0)
-    more = f" {unlabelled:,} images have no label." if unlabelled else ""
-    base = f"Labels of all {seen.images:,} images"
-    drawn = [_class_counts(seen.images_of_class, seen.classes, base, several=seen.is_multi_label, more=more)]
+    of, several, unlabelled = f"all {seen.images:,} images", seen.is_multi_label, seen.labels_an_image[0]
+    base = f"Labels of {of}"
+    drawn = [_class_counts(seen.images_of_class, seen.classes, base, several=several, unlabelled=unlabelled)]
     figure, axes = new_figure(width=10.0, height=5.6, rows=2, columns=2)
     labels = {"width": "width (px)", "height": "height (px)", "aspect": "width / height", "bytes": "bytes"}
     for panel, (what, label) in zip(axes.ravel(), labels.items(), strict=True):
         _histogram(panel, *seen.bins(what), label=label, mark=1.0 if what == "aspect" else None)
     words = "; ".join(f"{label} {_spread_of(*seen.bins(what))}" for what, label in labels.items())
-    caption = f"{of}, least, median and most: {words}."
-    drawn.append((_picture("sizes", "Sizes of the images", caption), figure))
+    drawn.append((_picture("sizes", "Sizes of the images", f"Of {of}, least, median and most: {words}."), figure))
     figure, [panels] = new_figure(width=10.0, height=3.2, columns=2)
-    names = ("red", "green", "blue")
+    at = np.arange(seen.moments.shape[1]) * LEVELS + LEVELS / 2
+    channels = (("red", SERIES[1]), ("green", SERIES[2]), ("blue", SERIES[0]))
     for panel, moments, label in zip(panels, np.split(seen.moments, 2), ("mean", "deviation"), strict=True):
-        for number, counts in enumerate(moments):
-            color = SERIES[(1, 2, 0)[number]]
-            panel.step(
-                np.arange(len(counts)) * LEVELS + LEVELS / 2,
-                counts,
-                where="mid",
-                color=color,
-                ls=DASHES[number],
-                label=names[number],
-            )
+        for counts, (name, color), dashes in zip(moments, channels, DASHES, strict=False):
+            panel.step(at, counts, where="mid", color=color, ls=dashes, label=name)
         panel.set(xlabel=f"{label} of an image's pixels (0 to 255)", ylabel="images", xlim=(0, None), ylim=(0, None))
         panel.legend(frameon=False)
         _whole_numbers(panel.yaxis)
@@ -176,10 +164,8 @@ def statistics_figures(seen: SetStatistics) -> list[Drawn]:
         panel.set(xlabel="labels of an image", ylabel="images")
         _whole_numbers(panel.xaxis)
         _whole_numbers(panel.yaxis)
-        caption = (
-            f"{of} have {values.min():,} to {values.max():,} labels, {values @ counts / seen.images:.3g} on average."
-        )
-        drawn.append((_picture("labels", "Labels of an image", caption), figure))
+        have = f"{values.min():,} to {values.max():,} labels, {values @ counts / seen.images:.3g} on average"
+        drawn.append((_picture("labels", "Labels of an image", f"Of {of}: {have}."), figure))
     return drawn
 
 

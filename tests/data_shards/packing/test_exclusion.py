@@ -2,9 +2,11 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from shardvit.data_shards.engines.threads import ThreadEngine
 from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.packing.request import Exclusion
 from shardvit.data_shards.reading.opening import open_shards
@@ -54,6 +56,20 @@ def test_matches_are_left_out_listed_and_recorded(sets: tuple[Path, Path], tmp_p
     digest = load_manifest(test).digest
     assert load_manifest(tmp_path / "out" / "train").without_matches_of == (digest,)
     assert json.loads((tmp_path / "out" / "pack.json").read_text())["request"]["without_matches_of"] == [digest]
+
+
+def test_the_sets_are_hashed_on_the_engine_that_was_given(sets: tuple[Path, Path], tmp_path: Path):
+    works: list[tuple[str, int]] = []
+
+    class Noting(ThreadEngine):
+        def run(self, work: Any, request: Any, parts: Any, *, done: Any) -> Any:
+            works.append((work.__name__, len(parts)))
+            return super().run(work, request, parts, done=done)
+
+    source, test = sets
+    report = quiet(str(source), tmp_path / "out", exclusion=exclusion(test), engine=Noting(2))
+    assert report.counts.excluded == 2
+    assert works == [("_make_part", len(load_manifest(test).shards)), ("make_shard", 1)]
 
 
 def test_what_is_unsure_is_packed_and_listed(sets: tuple[Path, Path], tmp_path: Path):
