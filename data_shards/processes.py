@@ -6,8 +6,8 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -73,21 +73,6 @@ def run_parts(
             results[part] = work(request, part)
             done(results[part])
     return results
-
-
-def run_threads(
-    function: Callable[..., Result], arguments: Iterable[tuple[Any, ...]], *, threads: int, stop: threading.Event
-) -> Iterator[Result]:
-    """Yield the results of `function(*each)` in order; on an exception or Ctrl-C, set `stop` to end the threads."""
-    with ThreadPoolExecutor(threads) as pool:
-        futures = [pool.submit(function, *each) for each in arguments]
-        try:
-            for future in futures:
-                yield future.result()
-        except BaseException:
-            stop.set()
-            pool.shutdown(cancel_futures=True)
-            raise
 
 
 def _run_in_pool(pool: ProcessPoolExecutor, parts: Sequence[Part], *, done: Done[Result]) -> dict[Part, Result]:

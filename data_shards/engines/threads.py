@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from shardvit.data_shards.processes import Done, Part, Request, Result, Work, run_threads
+from shardvit.data_shards.processes import Done, Part, Request, Result, Work
 
 _here = threading.local()
 
@@ -23,7 +24,7 @@ def give_up_if_stopped() -> None:
 
 @dataclass(frozen=True)
 class ThreadEngine:
-    """This process's threads; see `PartsEngine`."""
+    """This process's threads; see `PartsEngine`. Results arrive in order."""
 
     workers: int
 
@@ -43,11 +44,16 @@ class ThreadEngine:
                 raise
 
         results: dict[Part, Result] = {}
-        found = run_threads(one, [(part,) for part in parts], threads=self.workers, stop=stop)
-        try:
-            for part, result in zip(parts, found, strict=True):
-                results[part] = result
-                done(result)
-        except GivenUp:
-            raise failures[0] from None  # of another part, which is why
+        with ThreadPoolExecutor(self.workers) as pool:
+            futures = [pool.submit(one, part) for part in parts]
+            try:
+                for part, future in zip(parts, futures, strict=True):
+                    results[part] = future.result()
+                    done(results[part])
+            except BaseException as error:
+                stop.set()
+                pool.shutdown(cancel_futures=True)
+                if isinstance(error, GivenUp):
+                    raise failures[0] from None  # of another part, which is why
+                raise
         return results

@@ -10,22 +10,26 @@ from __future__ import annotations
 
 import hashlib
 import json
-import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal, NamedTuple
 
-from shardvit.data_shards.engines.threads import give_up_if_stopped
+from shardvit.data_shards.engines.threads import ThreadEngine, give_up_if_stopped
 from shardvit.data_shards.errors import UnreadableImage
 from shardvit.data_shards.packing.image import prepare_image
 from shardvit.data_shards.packing.shard_plan import LABEL_SPECS, ShardPlan, class_numbers
 from shardvit.data_shards.packing.sources.base import ImageSet
 from shardvit.data_shards.packing.work import scratch_folder
-from shardvit.data_shards.processes import run_threads
 from shardvit.data_shards.progress_line import Progress
-from shardvit.data_shards.sets.statistics import SampleStatistics, image_statistics, to_parquet
+from shardvit.data_shards.sets.statistics import (
+    DIGEST_BYTES,
+    SampleStatistics,
+    data_digest,
+    image_statistics,
+    to_parquet,
+)
 from shardvit.data_shards.shards.manifest import Shard
 from shardvit.data_shards.shards.tar_index import build_index, index_path, write_index
 from shardvit.data_shards.shards.webdataset_parts import tar_writer
@@ -37,7 +41,6 @@ if TYPE_CHECKING:
     from shardvit.data_shards.packing.image import Resize
     from shardvit.data_shards.packing.plan_file import PackJob
 
-DIGEST_BYTES = 16  # per image
 _BUFFER_BYTES = 1 << 20
 
 
@@ -122,7 +125,7 @@ def _statistics_path(tar: Path) -> Path:
 
 def image_digest(data: bytes | None) -> bytes:
     """Hash the bytes of an image; zeros for None."""
-    return bytes(DIGEST_BYTES) if data is None else hashlib.blake2b(data, digest_size=DIGEST_BYTES).digest()
+    return bytes(DIGEST_BYTES) if data is None else data_digest(data)
 
 
 def digest_shard(job: PackJob, number: int) -> bytes:
@@ -132,14 +135,14 @@ def digest_shard(job: PackJob, number: int) -> bytes:
 
 def read_digests(parts: Sequence[ImageSet], *, num_threads: int, progress: Progress) -> bytes:
     """Hash all images of the parts in order; zeros for unreadable ones."""
-    stop = threading.Event()
 
-    def digest_part(images: ImageSet) -> bytes:
-        digests = b"" if stop.is_set() else _digest_all(images)
-        progress.add(len(images))
-        return digests
+    def digest_part(images: Sequence[ImageSet], number: int) -> bytes:
+        return _digest_all(images[number])
 
-    return b"".join(run_threads(digest_part, zip(parts), threads=num_threads, stop=stop))
+    def add(digests: bytes) -> None:
+        progress.add(len(digests) // DIGEST_BYTES)
+
+    return b"".join(ThreadEngine(num_threads).run(digest_part, parts, range(len(parts)), done=add).values())
 
 
 def _digest_all(images: ImageSet) -> bytes:

@@ -35,9 +35,10 @@ from shardvit.data_shards.checking.near_duplicates.perceptual_hash import (
 )
 from shardvit.data_shards.durable import replaced
 from shardvit.data_shards.engines.engine import PartsEngine, local_engine
+from shardvit.data_shards.engines.threads import ThreadEngine, give_up_if_stopped
 from shardvit.data_shards.errors import CorruptSample, SampleError, UnreadableImage, UserError
 from shardvit.data_shards.images.decode import PixelLimit, read_image, read_reduced
-from shardvit.data_shards.processes import num_cores, run_threads
+from shardvit.data_shards.processes import num_cores
 from shardvit.data_shards.reading.shard_reader import ShardReader
 from shardvit.data_shards.shards.shard_set import Damaged, ShardSet
 from shardvit.data_shards.store.store import Store
@@ -237,30 +238,26 @@ def make_fingerprints(
             elif not any(map(Path.is_file, files[part])):
                 raise UserError(f"{request.kept}: workers do not write into this machine's folder: name a shared one")
     else:
-        stop = threading.Event()
         # Silence Pillow on large photographs and odd metadata. The filter is process-wide, so it is set around threads.
         with warnings.catch_warnings(action="ignore"):
-            each_part = [(request, part, stop) for part in parts]
-            for each in run_threads(_make_part, each_part, threads=min(engine.workers, num_cores()), stop=stop):
-                add(each)
+            ThreadEngine(min(engine.workers, num_cores())).run(_make_part, request, parts, done=add)
     return KeptFingerprints(collection.name, collection.digest, tuple(collection.sizes), files), undecoded
 
 
-def _make_part(request: FingerprintRequest, part: int, stop: threading.Event | None = None) -> tuple[int, int]:
+def _make_part(request: FingerprintRequest, part: int) -> tuple[int, int]:
     """Return the part's number of images, and of undecodable ones."""
     size = request.collection.sizes[part]
-    found = _read(request.files(part), size) or _made(request, part, stop)
+    found = _read(request.files(part), size) or _made(request, part)
     return size, int((found.rows["kind"] >= Kind.NOTHING).sum())
 
 
-def _made(request: FingerprintRequest, part: int, stop: threading.Event | None) -> Fingerprints:
+def _made(request: FingerprintRequest, part: int) -> Fingerprints:
     size = request.collection.sizes[part]
     path = request.kept_path(part)
     found = _nothing(size)
     with warnings.catch_warnings(action="ignore"):
         for row in range(size):
-            if stop is not None and stop.is_set():
-                return found
+            give_up_if_stopped()
             try:
                 data = request.collection.read(part, row)
             except UnreadablePart:
