@@ -13,11 +13,13 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from shardvit.data_shards.shards.location import join
+from shardvit.data_shards.store.ranges import RangedFile
 from shardvit.data_shards.text import parse_json
 
 if TYPE_CHECKING:
@@ -184,16 +186,15 @@ def _regrouped(parts: Iterable[tuple[int, bytes]], plain: pa.Schema) -> Iterator
         yield waiting.combine_chunks()
 
 
-def open_table(folder: Folder) -> Path | BytesIO | None:
-    """Locate a split's table, or bring it here; None if there is none."""
-    from shardvit.data_shards.store.folders import LocalFolder
-
-    if folder.size(STATISTICS_FILE) is None:
+def open_table(folder: Folder) -> RangedFile | None:
+    """Open a split's table, which is read by ranges; None if there is none."""
+    try:
+        return RangedFile(join(folder.location, STATISTICS_FILE))
+    except FileNotFoundError:
         return None
-    return folder.path / STATISTICS_FILE if isinstance(folder, LocalFolder) else BytesIO(folder.read(STATISTICS_FILE))
 
 
-def rows_by_shard(table: Path | BinaryIO, manifest: Manifest) -> Iterator[tuple[int, bytes]]:
+def rows_by_shard(table: RangedFile | Path, manifest: Manifest) -> Iterator[tuple[int, bytes]]:
     """Cut a table into the rows of the manifest's shards, as `write_statistics` takes them; others are left out."""
     import pyarrow as pa
     import pyarrow.parquet as pq

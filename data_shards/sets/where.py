@@ -78,7 +78,7 @@ def _memberships(node: ast.AST) -> Iterator[tuple[ast.cmpop, ast.expr]]:
         )
 
 
-def rows_where(text: str, table: Path | BinaryIO, *, name: str) -> dict[str, NDArray[np.bool_]]:
+def rows_where(text: str, table: Path | BinaryIO | RawIOBase, *, name: str) -> dict[str, NDArray[np.bool_]]:
     """Evaluate an expression over a set's `statistics.parquet`, a path or a readable file; `name` is for messages.
 
     Returns what it says of each sample of each shard, {file: [samples]}. UserError for another table, or an expression
