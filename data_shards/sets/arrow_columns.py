@@ -23,8 +23,7 @@ def arrow_array(values: Sequence[Any] | NDArray[Any], kind: pa.DataType) -> pa.A
         flat = [number for each in values for number in each]
         return pa.ListArray.from_arrays(_ends(values), arrow_array(np.array(flat, np.int64), kind.value_type))
     if pa.types.is_string(kind):
-        texts = ["" if each is None else each.encode() for each in values]
-        parts = [text or b"" for text in texts]
+        parts = [b"" if each is None else str(each).encode() for each in values]
         buffers = [valid, _ends(parts).buffers()[1], pa.py_buffer(b"".join(parts))]
     elif pa.types.is_boolean(kind):
         buffers = [valid, _bits(values)]
@@ -45,7 +44,7 @@ def _dtype(kind: pa.DataType) -> np.dtype[Any]:
     return np.dtype({"float": "float32", "double": "float64"}.get(str(kind), str(kind)))
 
 
-def _ends(parts: Sequence[Any]) -> pa.Array:
+def _ends(parts: Any) -> pa.Array:
     import pyarrow as pa
 
     return arrow_array(np.cumsum([0, *map(len, parts)], dtype=np.int32), pa.int32())
