@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from shardvit.data_shards.sets.arrow_columns import arrow_array, numbers_of
 from shardvit.data_shards.shards.location import join
 from shardvit.data_shards.store.ranges import RangedFile
 from shardvit.data_shards.text import parse_json
@@ -109,9 +110,11 @@ def to_parquet(samples: Sequence[SampleStatistics]) -> bytes:
     """Pack the rows of a shard, or of a part of it, for `write_statistics`."""
     import pyarrow as pa
 
-    own = pa.schema([*schema()][1:-1])  # without shard and duplicate
+    fields = [*schema()][1:-1]  # without shard and duplicate
     rows = [(each.row, _text(each.key), each.path and _text(each.path), each.labels, *each.image) for each in samples]
-    return _packed(pa.Table.from_pylist([dict(zip(own.names, row, strict=True)) for row in rows], schema=own))
+    columns = zip(*rows, strict=True) if rows else [()] * len(fields)
+    arrays = [arrow_array(column, field.type) for field, column in zip(fields, columns, strict=True)]
+    return _packed(pa.Table.from_arrays(arrays, schema=pa.schema(fields)))
 
 
 def _packed(table: pa.Table) -> bytes:
@@ -162,8 +165,8 @@ def write_statistics(
         with pq.ParquetWriter(result, whole, compression="zstd") as writer:
             for number in range(rows.num_row_groups):
                 table = rows.read_row_group(number)
-                is_readable = table.column("width").to_numpy() > 0
-                copies = pa.array(is_copy[done : done + len(table)] & is_readable)
+                is_copied = is_copy[done : done + len(table)] & (numbers_of(table.column("width")) > 0)
+                copies = arrow_array(is_copied, pa.bool_())
                 writer.write_table(table.append_column(whole.field("duplicate"), copies).cast(whole))
                 done += len(table)
         folder.put(STATISTICS_FILE, result)
@@ -174,16 +177,17 @@ def _regrouped(parts: Iterable[tuple[int, bytes]], plain: pa.Schema) -> Iterator
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    waiting = plain.empty_table()
+    waiting: list[pa.Table] = []
     for number, content in parts:
         table = pq.ParquetFile(pa.BufferReader(content)).read()
-        shard = pa.array(np.full(len(table), number, np.int32))
-        waiting = pa.concat_tables([waiting, table.add_column(0, plain.field("shard"), shard)])
-        while len(waiting) >= ROWS:
-            yield waiting.slice(0, ROWS).combine_chunks()
-            waiting = waiting.slice(ROWS)
-    if len(waiting):
-        yield waiting.combine_chunks()
+        shard = arrow_array(np.full(len(table), number, np.int32), pa.int32())
+        waiting.append(table.add_column(0, plain.field("shard"), shard))
+        while sum(map(len, waiting)) >= ROWS:
+            whole = pa.concat_tables(waiting)
+            yield whole.slice(0, ROWS).combine_chunks()
+            waiting = [whole.slice(ROWS)]
+    if sum(map(len, waiting)):
+        yield pa.concat_tables(waiting).combine_chunks()
 
 
 def open_table(folder: Folder) -> RangedFile | None:
@@ -203,7 +207,7 @@ def rows_by_shard(table: RangedFile | Path, manifest: Manifest) -> Iterator[tupl
     with pq.ParquetFile(table) as file:
         numbers = [number_of.get(name) for name in read_facts(file.schema_arrow.metadata)["shards"]]
         for batch in file.iter_batches(ROWS):
-            shards = batch.column("shard").to_numpy()
+            shards = numbers_of(batch.column("shard"))
             starts = np.flatnonzero(np.diff(shards, prepend=-1))
             for start, stop in zip(starts, [*starts[1:], len(shards)], strict=True):
                 if (number := numbers[shards[start]]) is not None:

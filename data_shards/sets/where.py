@@ -10,10 +10,11 @@ import ast
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.sets.statistics import read_facts
+from shardvit.data_shards.store.ranges import RangedFile
 from shardvit.data_shards.text import brief
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ def _memberships(node: ast.AST) -> Iterator[tuple[ast.cmpop, ast.expr]]:
         )
 
 
-def rows_where(text: str, table: Path | BinaryIO | RawIOBase, *, name: str) -> dict[str, NDArray[np.bool_]]:
+def rows_where(text: str, table: Path | RangedFile, *, name: str) -> dict[str, NDArray[np.bool_]]:
     """Evaluate an expression over a set's `statistics.parquet`, a path or a readable file; `name` is for messages.
 
     Returns what it says of each sample of each shard, {file: [samples]}. UserError for another table, or an expression
