@@ -7,8 +7,7 @@ own place there; never to a device, FIFO, socket or symbolic link.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -103,19 +102,16 @@ class EngineOptions:
     workers: Annotated[int | None, Parameter(help="Most parts at a time; default: as there are CPUs.")] = None
     address: Annotated[str | None, Parameter(help="Of a running Ray; default: $RAY_ADDRESS, else one here.")] = None
 
-    @contextmanager
-    def open(self, *locations: str) -> Iterator[PartsEngine | None]:
+    def open(self, *locations: str) -> AbstractContextManager[PartsEngine | None]:
         """Open the engine, which must see local ones of `locations` on all nodes; None: no flag was given."""
         from shardvit.data_shards.engines.engine import open_engine
         from shardvit.data_shards.shards.location import is_local, local_path
 
         demand_counts(workers=self.workers)
         if self == EngineOptions():
-            yield None
-            return
+            return nullcontext()
         seen = [path for each in locations if is_local(each) and (path := local_path(each)).exists()]
-        with open_engine(self.engine, workers=self.workers, address=self.address, seen_by_all=seen) as engine:
-            yield engine
+        return open_engine(self.engine, workers=self.workers, address=self.address, seen_by_all=seen)
 
 
 def pixel_limit(max_image_pixels: int) -> PixelLimit:

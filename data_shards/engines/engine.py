@@ -6,8 +6,8 @@ Parts must be repeatable: a part whose worker died is done again.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -45,22 +45,19 @@ def local_engine(workers: int | None = None) -> LocalEngine:
     return LocalEngine(workers or num_cores())
 
 
-@contextmanager
 def open_engine(
     name: EngineName = "processes",
     *,
     workers: int | None = None,
     address: str | None = None,
     seen_by_all: Sequence[Path] = (),
-) -> Iterator[PartsEngine]:
+) -> AbstractContextManager[PartsEngine]:
     """Open an engine; a local Ray ends with the block, a running cluster stays. `address`: of that, default:
     RAY_ADDRESS's, else a local Ray. `seen_by_all`: what all nodes must have. UserError if it cannot be opened."""
     if name == "ray":
         from shardvit.data_shards.engines.ray_engine import open_ray
 
-        with open_ray(address=address, workers=workers, seen_by_all=seen_by_all) as engine:
-            yield engine
-        return
+        return open_ray(address=address, workers=workers, seen_by_all=seen_by_all)
     if address is not None:
         raise UserError("--address: it is a Ray cluster's; give --engine ray, too")
-    yield local_engine(workers)
+    return nullcontext(local_engine(workers))

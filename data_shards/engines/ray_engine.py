@@ -14,6 +14,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, chdir, contextmanager, suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -39,9 +40,6 @@ class _Given(NamedTuple):
     request: Any
     folder: str
     seen_by_all: Sequence[str]
-
-
-_own: tuple[str, _Given] | None = None  # of this worker, and the reference that it came by
 
 
 @dataclass(frozen=True)
@@ -118,36 +116,23 @@ def _connect(address: str, *, workers: int | None) -> None:
     import ray
 
     own = {"num_cpus": workers or num_cores(), "include_dashboard": False, "object_store_memory": _STORE_BYTES}
-    options: dict[str, Any] = own if address == "local" else {}
-    if not options:
-        _demand_answer(address)
+    host, _, port = address.rpartition("://")[2].rpartition(":")
     shown = os.environ.get("RAY_LOG_TO_DRIVER", "0").lower() in ("1", "true")
     try:
+        if host and port.isdecimal():  # Ray itself would wait for minutes
+            socket.create_connection((host, int(port)), timeout=_ANSWER_SECONDS).close()
         # Ray puts the folder that it is started in before all others of a worker's sys.path.
         with chdir(import_folder()):
+            options: dict[str, Any] = own if address == "local" else {}
             ray.init(address, log_to_driver=shown, logging_level=logging.ERROR, **options)
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        raise _no_answer(address, error) from error
+    except (OSError, RuntimeError, ValueError) as error:
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise UserError(f"--address {address}: no Ray cluster answers there ({reason})") from error
     if not shown:
         # Ray's words on each dead process and node would go to standard output, where results are.
         from ray._private import worker
 
         worker.print_to_stdstream = lambda data, *, ignore_prefix: None
-
-
-def _demand_answer(address: str) -> None:
-    """UserError if nothing listens there: Ray itself would wait for minutes."""
-    host, _, port = address.rpartition("://")[2].rpartition(":")
-    if host and port.isdecimal():
-        try:
-            socket.create_connection((host, int(port)), timeout=_ANSWER_SECONDS).close()
-        except OSError as error:
-            raise _no_answer(address, error) from None
-
-
-def _no_answer(address: str, error: Exception) -> UserError:
-    reason = str(error).strip().partition("\n")[0] or type(error).__name__
-    return UserError(f"--address {address}: no Ray cluster answers there ({reason})")
 
 
 def _own_error(error: RayTaskError) -> Exception:
@@ -163,14 +148,13 @@ def _unseen(name: str, node: str) -> UserError:
 
 
 def _work_in_worker(given: list[Any], part: Any) -> Any:
-    global _own
-    key = given[0].hex()
-    if _own is None or _own[0] != key:
-        _own = key, _begin(given[0])
-    return _own[1].work(_own[1].request, part)
+    own = _begin(given[0])
+    return own.work(own.request, part)
 
 
+@lru_cache(1)
 def _begin(reference: Any) -> _Given:
+    """Get this worker ready for a run."""
     import ray
 
     given: _Given = ray.get(reference)

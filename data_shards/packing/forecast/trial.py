@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 
 import numpy as np
 
@@ -64,7 +63,7 @@ def forecast(
     *,
     workers: int,
     bytes_per_second: float | None = None,
-    prices: Mapping[str, float] = MappingProxyType({}),
+    prices: Mapping[str, float] | None = None,
 ) -> PackCost:
     """Plan the packing of a listed source, try some images, and reckon. UserError as in packing; writes nothing."""
     plan = make_plan(source, replace(request, name=request.name or "x"))
@@ -117,7 +116,7 @@ def forecast(
         trial=trial,
         workers=workers,
         bytes_per_second=bytes_per_second,
-        prices=prices,
+        prices=prices or {},
     )
 
 

@@ -157,11 +157,6 @@ class ForecastOptions:
     bandwidth: Annotated[str | None, Parameter(help="For that: the network's, such as 10Gbit (a second).")] = None
     as_json_text: JsonFlag = False
 
-    def demand_fit(self) -> None:
-        """UserError for flags that only a dry run heeds."""
-        if not self.dry_run and self != ForecastOptions():
-            raise UserError("--price, --bandwidth, --json: they are for --dry-run; give that too")
-
 
 @Parameter(name="*", show=False)
 @dataclass(frozen=True)
@@ -212,7 +207,8 @@ def pack(
     from shardvit.data_shards.packing.pack import pack as pack_images
     from shardvit.data_shards.shards.location import is_local, local_path
 
-    forecast.demand_fit()
+    if not forecast.dry_run and forecast != ForecastOptions():
+        raise UserError("--price, --bandwidth, --json: they are for --dry-run; give that too")
     step = steps.chosen()
     go_on()
     if out is None:

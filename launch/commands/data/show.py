@@ -73,7 +73,11 @@ def show(
         shardvit show digits pretrain.augment.mixup_alpha=0.2 --output look
         shardvit show "laion/{00000..00099}.tar" --label json:label
     """
-    _demand_numbers(images=images, labels=labels, seed=seed)
+    demand_counts(images=images, labels=labels)
+    if images > _MOST_IMAGES:
+        raise UserError(f"--images: it is {images:,}; give {_MOST_IMAGES} at the most, or the page cannot be read")
+    if not 0 <= seed < 2**63:
+        raise UserError(f"--seed: it is {seed}; give 0 or more")
     recipe = _recipe(what, overrides, data=data)
     output = output or Path("show") / (_folder_name(redacted(what)) if recipe is None else recipe.name)
     demand_target(output, flag="--output", force=force, mark=page_mark("show"), file=INDEX_FILE)
@@ -100,14 +104,6 @@ def show(
         tell(f"note: {line}")
     print(page)
     return 0
-
-
-def _demand_numbers(*, images: int, labels: int, seed: int) -> None:
-    demand_counts(images=images, labels=labels)
-    if images > _MOST_IMAGES:
-        raise UserError(f"--images: it is {images:,}; give {_MOST_IMAGES} at the most, or the page cannot be read")
-    if not 0 <= seed < 2**63:
-        raise UserError(f"--seed: it is {seed}; give 0 or more")
 
 
 def _show_shards(what: str, options: ShardsOptions, inspect: Inspect | None) -> Shown:
