@@ -28,7 +28,6 @@ from shardvit.launch.local.env import paths_file
 from shardvit.launch.local.output import tell
 
 if TYPE_CHECKING:
-    from shardvit.launch.pages.shards_page import Inspect, Shown
     from shardvit.pipeline.recipe.schema import Recipe
     from shardvit.pipeline.recipe.vocabulary import StageName
 
@@ -92,31 +91,24 @@ def show(
         _refuse(given, to=f"{what}, which is a recipe: it has keys for that")
 
     from shardvit.data_shards.reading.overview import inspect_shards
-    from shardvit.launch.pages.shards_page import show_recipe
+    from shardvit.data_shards.store.store import RetryPolicy, Store
+    from shardvit.launch.pages.shards_page import show_recipe, show_shards, show_statistics
 
     inspect = partial(inspect_shards, images=images, most_labels=labels, seed=seed)
-    if recipe is None:
-        made = _show_shards(what, options, None if statistics else inspect)
-    else:
+    if recipe is not None:
         made = show_recipe(recipe, stage=_stage(recipe, stage), step=step or 0, inspect=inspect, report=tell)
+    else:
+        store = Store(options.cache_of(what), retry=RetryPolicy(give_up_seconds=_GIVE_UP_SECONDS))
+        limit = pixel_limit(options.max_image_pixels)
+        if statistics:
+            made = show_statistics(what, store=store)
+        else:
+            made = show_shards(options.spec(what), store=store, limit=limit, inspect=inspect, report=tell)
     page = made.write(output, command="show")
     for line in made.notes:
         tell(f"note: {line}")
     print(page)
     return 0
-
-
-def _show_shards(what: str, options: ShardsOptions, inspect: Inspect | None) -> Shown:
-    """Show the table of statistics if `inspect` is None."""
-    from shardvit.data_shards.store.download import RetryPolicy
-    from shardvit.data_shards.store.store import Store
-    from shardvit.launch.pages.shards_page import show_shards, show_statistics
-
-    store = Store(options.cache_of(what), retry=RetryPolicy(give_up_seconds=_GIVE_UP_SECONDS))
-    limit = pixel_limit(options.max_image_pixels)
-    if inspect is None:
-        return show_statistics(what, store=store)
-    return show_shards(options.spec(what), store=store, limit=limit, inspect=inspect, report=tell)
 
 
 def _recipe(what: str, overrides: tuple[str, ...], *, data: Path | None) -> Recipe | None:
