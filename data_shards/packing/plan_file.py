@@ -17,7 +17,6 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.images.decode import PixelLimit
@@ -26,6 +25,7 @@ from shardvit.data_shards.packing.shard_plan import Line, ShardPlan, Start, shar
 from shardvit.data_shards.packing.sources.base import ImageSet, Int64s, SplitName
 from shardvit.data_shards.packing.sources.located import Container, LocatedFiles
 from shardvit.data_shards.packing.work import result_folder, work_folder
+from shardvit.data_shards.sets.arrow_columns import arrow_array, numbers_of
 from shardvit.data_shards.shards.location import redacted
 from shardvit.data_shards.shards.shard_index import Texts
 from shardvit.data_shards.store.download import StoreError
@@ -117,15 +117,15 @@ class PackJob:
         table = table or self.plan
         (found,) = self._read(table, [number])
         split = table.split(number)[0]
-        numbers, labels = _integers(found, "number"), _integers(found, "label")
+        numbers, labels = numbers_of(found.column("number")), numbers_of(found.column("label"))
         files = LocatedFiles(
             self.source,
             self.containers,
             _texts(found),
-            _integers(found, "container").astype(np.int32),
-            _integers(found, "offset"),
-            _integers(found, "size"),
-            _integers(found, "stamp").view(np.uint64),
+            numbers_of(found.column("container")).astype(np.int32),
+            numbers_of(found.column("offset")),
+            numbers_of(found.column("size")),
+            numbers_of(found.column("stamp")).view(np.uint64),
         )
         if self.kind == "multi":
             labels = labels.reshape(len(numbers), -1)
@@ -135,7 +135,7 @@ class PackJob:
 
     def numbers(self, table: PlanTable) -> Int64s:
         """Read all images' numbers in the source, in the plan's order."""
-        pieces = [_integers(each, "number") for each in self._read(table, range(len(table.sizes)), ["number"])]
+        pieces = [numbers_of(each.column("number")) for each in self._read(table, range(len(table.sizes)), ["number"])]
         return np.concatenate([np.zeros(0, np.int64), *pieces])
 
     def lines(self, table: PlanTable, positions: Iterable[int]) -> dict[int, Line]:
@@ -238,28 +238,17 @@ def _mark(shard: ShardPlan, files: LocatedFiles, base: Any) -> str:
 
 
 def _arrow(shard: ShardPlan, files: LocatedFiles, first: int) -> pa.Table:
-    """Make a table from buffers: `pa.array` would import pandas, which takes 45 MB."""
     import pyarrow as pa
-
-    def integers(values: NDArray[Any]) -> pa.Array:
-        values = np.ascontiguousarray(values)
-        return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), values.size, [None, pa.py_buffer(values)])
 
     ends = np.concatenate([np.zeros(1, np.int32), files.names.ends.astype(np.int32)])
     buffers = [None, pa.py_buffer(ends), pa.py_buffer(files.names.blob)]
     names = pa.Array.from_buffers(pa.binary(), len(files), buffers)
-    labels = integers(shard.labels)
+    labels = arrow_array(shard.labels.reshape(-1), pa.int64())
     if shard.labels.ndim == 2:
         labels = pa.FixedSizeListArray.from_arrays(labels, shard.labels.shape[1])
     values = (files.container + np.int32(first), files.offsets, files.sizes, files.stamps, shard.numbers)
-    return pa.Table.from_arrays([names, *map(integers, values), labels], names=["name", *_COLUMNS, "label"])
-
-
-def _integers(table: pa.Table, column: str) -> Int64s:
-    """Return a column as its numbers; those of a list one after the other."""
-    found = table.column(column).combine_chunks()
-    found = found.flatten() if found.type.num_fields else found
-    return np.frombuffer(found.buffers()[1], np.dtype(str(found.type)))[found.offset : found.offset + len(found)]
+    arrays = (arrow_array(each, pa.from_numpy_dtype(each.dtype)) for each in values)
+    return pa.Table.from_arrays([names, *arrays, labels], names=["name", *_COLUMNS, "label"])
 
 
 def _texts(table: pa.Table) -> Texts:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from shardvit.data_shards.sets.arrow_columns import arrow_array, numbers_of
 from shardvit.data_shards.text import parse_json
 
 if TYPE_CHECKING:
@@ -112,9 +113,9 @@ def to_parquet(samples: Sequence[SampleStatistics]) -> bytes:
     rows = [(each.row, _text(each.key), _text(each.path), each.labels, *each.image) for each in samples]
     fields = [schema().field(name) for name in names]
     columns = zip(fields, list(zip(*rows, strict=True)) or [()] * len(fields), strict=True)
-    arrays = [pa.array(column, field.type) for field, column in columns]
+    arrays = [arrow_array(column, field.type) for field, column in columns]
     sink = pa.BufferOutputStream()
-    pq.write_table(pa.table(arrays, schema=pa.schema(fields)), sink, compression="zstd")
+    pq.write_table(pa.Table.from_arrays(arrays, schema=pa.schema(fields)), sink, compression="zstd")
     return sink.getvalue().to_pybytes()
 
 
@@ -153,7 +154,7 @@ def write_statistics(
     with tempfile.TemporaryDirectory(dir=scratch, prefix=".statistics-") as scratch_name:
         before, result = (Path(scratch_name) / name for name in ("rows", STATISTICS_FILE))
         with pq.ParquetWriter(before, plain := schema().remove(len(schema()) - 1), compression="zstd") as writer:
-            for table in _regrouped(_numbered(parts, plain), plain):
+            for table in _regrouped(_numbered(parts, plain)):
                 texts = table.column("digest").to_pylist()
                 digests += bytes.fromhex("".join(texts))
                 writer.write_table(table)
@@ -162,8 +163,8 @@ def write_statistics(
         with pq.ParquetWriter(result, whole, compression="zstd") as writer:
             for number in range(rows.num_row_groups):
                 table = rows.read_row_group(number)
-                is_readable = table.column("width").to_numpy() > 0
-                copies = pa.array(is_copy[done : done + len(table)] & is_readable)
+                is_copied = is_copy[done : done + len(table)] & (numbers_of(table.column("width")) > 0)
+                copies = arrow_array(is_copied, pa.bool_())
                 writer.write_table(table.append_column(whole.field("duplicate"), copies).cast(whole))
                 done += len(table)
         folder.put(STATISTICS_FILE, result)
@@ -175,21 +176,22 @@ def _numbered(parts: Iterable[tuple[int, bytes]], plain: pa.Schema) -> Iterator[
 
     for number, content in parts:
         table = pq.ParquetFile(pa.BufferReader(content)).read()
-        yield table.add_column(0, plain.field("shard"), pa.array(np.full(len(table), number, np.int32)))
+        yield table.add_column(0, plain.field("shard"), arrow_array(np.full(len(table), number, np.int32), pa.int32()))
 
 
-def _regrouped(tables: Iterable[pa.Table], plain: pa.Schema) -> Iterator[pa.Table]:
+def _regrouped(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
     """Cut into tables of `ROWS` rows, so that the file does not depend on how the work was cut."""
     import pyarrow as pa
 
-    waiting = plain.empty_table()
+    waiting: list[pa.Table] = []
     for table in tables:
-        waiting = pa.concat_tables([waiting, table])
-        while len(waiting) >= ROWS:
-            yield waiting.slice(0, ROWS).combine_chunks()
-            waiting = waiting.slice(ROWS)
-    if len(waiting):
-        yield waiting.combine_chunks()
+        waiting.append(table)
+        while sum(map(len, waiting)) >= ROWS:
+            whole = pa.concat_tables(waiting)
+            yield whole.slice(0, ROWS).combine_chunks()
+            waiting = [whole.slice(ROWS)]
+    if sum(map(len, waiting)):
+        yield pa.concat_tables(waiting).combine_chunks()
 
 
 def open_table(folder: Folder) -> Path | BytesIO | None:
@@ -209,7 +211,7 @@ def rows_by_shard(table: Path | BinaryIO, manifest: Manifest) -> Iterator[tuple[
     with pq.ParquetFile(table) as file:
         numbers = [number_of.get(name) for name in read_facts(file.schema_arrow.metadata)["shards"]]
         for batch in file.iter_batches(ROWS):
-            shards = batch.column("shard").to_numpy()
+            shards = numbers_of(batch.column("shard"))
             starts = np.flatnonzero(np.diff(shards, prepend=-1))
             for start, stop in zip(starts, [*starts[1:], len(shards)], strict=True):
                 if (number := numbers[shards[start]]) is not None:

@@ -18,19 +18,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from shardvit.data_shards.packing.sources.decompress import decompressed
 from shardvit.data_shards.shards.location import is_local, join
 from shardvit.data_shards.shards.shard_index import Texts
 from shardvit.data_shards.shards.shard_set import Report
 from shardvit.data_shards.shards.tar_walk import BLOCK_BYTES, stated_member
+from shardvit.data_shards.store.ranges import read_range, read_stamped_range, read_whole
 
 if TYPE_CHECKING:
     from shardvit.data_shards.store.folders import Folder
 
 ContainerKind = Literal["folder", "tar", "array"]
 ABSENT = -1  # size of a missing file
+_COLUMNS = ("container", "offsets", "sizes", "stamps")
 _STAT_PIECE = 2000  # files that a thread looks at
 _STAT_THREADS = 16  # they wait for a network disk
 
@@ -68,19 +70,31 @@ class LocatedFiles:
     sizes: NDArray[np.int64]  # bytes; of arrays, of the pixels; `ABSENT` for what is not a plain file
     stamps: NDArray[np.uint64]  # hash of what changes with the file: its name, size, time
 
+    @classmethod
+    def of(
+        cls,
+        path: str,
+        container: Container,
+        names: Sequence[str] | Texts,
+        *,
+        sizes: ArrayLike,
+        stamps: ArrayLike,
+        offsets: ArrayLike = 0,
+    ) -> LocatedFiles:
+        """Locate files of one container."""
+        texts = names if isinstance(names, Texts) else Texts.of(names)
+        places, numbers = np.broadcast_to(np.asarray(offsets, np.int64), len(texts)), np.zeros(len(texts), np.int32)
+        return cls(
+            path, (container,), texts, numbers, places, np.asarray(sizes, np.int64), np.asarray(stamps, np.uint64)
+        )
+
     def __len__(self) -> int:
         return len(self.names)
 
     def take(self, rows: NDArray[np.int64]) -> LocatedFiles:
         """Take some files, as a worker needs them."""
-        return LocatedFiles(
-            self.path,
-            self.containers,
-            self.names.take(rows),
-            self.container[rows],
-            self.offsets[rows],
-            self.sizes[rows],
-            self.stamps[rows],
+        return replace(
+            self, names=self.names.take(rows), **{column: getattr(self, column)[rows] for column in _COLUMNS}
         )
 
     def read(self, row: int) -> bytes:
@@ -117,17 +131,11 @@ class LocatedFiles:
 
 def join_located(path: str, parts: Sequence[LocatedFiles]) -> LocatedFiles:
     """Concatenate files of parts that have containers of their own."""
-    first = np.cumsum([0, *(len(part.containers) for part in parts)])
-    numbers = [part.container + first[number].astype(np.int32) for number, part in enumerate(parts)]
-    return LocatedFiles(
-        path,
-        tuple(container for part in parts for container in part.containers),
-        Texts.join([part.names for part in parts]),
-        np.concatenate([np.zeros(0, np.int32), *numbers]),
-        np.concatenate([np.zeros(0, np.int64), *(part.offsets for part in parts)]),
-        np.concatenate([np.zeros(0, np.int64), *(part.sizes for part in parts)]),
-        np.concatenate([np.zeros(0, np.uint64), *(part.stamps for part in parts)]),
-    )
+    first = np.cumsum([0, *(len(part.containers) for part in parts)], dtype=np.int32)
+    parts = [replace(part, container=part.container + first[number]) for number, part in enumerate(parts)]
+    columns = {column: np.concatenate([getattr(part, column) for part in parts]) for column in _COLUMNS}
+    containers = tuple(container for part in parts for container in part.containers)
+    return LocatedFiles(path, containers, Texts.join([part.names for part in parts]), **columns)
 
 
 def stamp_of(*facts: object) -> int:
@@ -142,35 +150,20 @@ def folder_files(root: Path, names: Sequence[str], *, path: Path | None = None) 
     with ThreadPoolExecutor(_STAT_THREADS) as pool:
         looks = [*pool.map(_look, [str(root)] * len(pieces), pieces)] if len(pieces) > 1 else [_look(str(root), names)]
     sizes, stamps = (np.concatenate(each) for each in zip(*looks, strict=True))
-    zeros = np.broadcast_to(np.int64(0), len(names))
-    container = (Container("folder", os.path.abspath(root)),)
-    return LocatedFiles(
-        str(path or root), container, Texts.of(names), zeros.astype(np.int32), zeros, sizes, stamps.view(np.uint64)
-    )
+    container = Container("folder", os.path.abspath(root))
+    return LocatedFiles.of(str(path or root), container, names, sizes=sizes, stamps=stamps)
 
 
 def array_files(origin: str, pixels: NDArray[np.uint8]) -> LocatedFiles:
     """Locate the images of an array in memory, [num_images, height, width] or [..., 3]; `origin` starts their names."""
     names, count = [f"{origin}/{row}" for row in range(len(pixels))], len(pixels)
-    hashes = (hashlib.blake2b(f"{name}\0".encode(), digest_size=8) for name in names)
-    stamps = b"".join(_updated(each, row.tobytes()) for each, row in zip(hashes, pixels, strict=True))
-    return LocatedFiles(
-        origin,
-        (Container("array", origin, pixels=pixels),),
-        Texts.of(names),
-        np.zeros(count, np.int32),
-        np.arange(count),
-        np.full(count, pixels[0].nbytes, dtype=np.int64),
-        np.frombuffer(stamps, np.uint64),
-    )
+    images = (f"{name}\0".encode() + row.tobytes() for name, row in zip(names, pixels, strict=True))
+    stamps = np.frombuffer(b"".join(hashlib.blake2b(each, digest_size=8).digest() for each in images), np.uint64)
+    container, sizes = Container("array", origin, pixels=pixels), np.full(count, pixels[0].nbytes)
+    return LocatedFiles.of(origin, container, names, sizes=sizes, stamps=stamps, offsets=np.arange(count))
 
 
-def _updated(digest: hashlib.blake2b, data: bytes) -> bytes:
-    digest.update(data)
-    return digest.digest()
-
-
-def _look(root: str, names: Iterable[str]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _look(root: str, names: Iterable[str]) -> tuple[NDArray[np.int64], NDArray[np.uint64]]:
     sizes, stamps = list[int](), list[int]()
     for name in names:
         size = modified_ns = ABSENT
@@ -182,13 +175,11 @@ def _look(root: str, names: Iterable[str]) -> tuple[NDArray[np.int64], NDArray[n
             pass
         sizes.append(size)
         stamps.append(stamp_of(name, size, modified_ns))
-    return np.array(sizes, np.int64), np.array(stamps, np.uint64).view(np.int64)
+    return np.array(sizes, np.int64), np.array(stamps, np.uint64)
 
 
 def _read_file(folder: str, name: str, size: int, stamp: int) -> bytes:
     if not is_local(folder):
-        from shardvit.data_shards.store.ranges import read_stamped_range
-
         data, found = read_stamped_range(join(folder, name), 0, size)
         # Of other stores, listings may write times in another way.
         if found.startswith("ETag=") and stamp_of(name, size, found) != stamp:
@@ -201,7 +192,7 @@ def _read_file(folder: str, name: str, size: int, stamp: int) -> bytes:
 def _read_member(container: Container, offset: int, size: int) -> bytes:
     location = container.plain(lambda line: None)
     stamp = "" if is_local(location) else container.stamp
-    data = _read_bytes(location, offset - BLOCK_BYTES, BLOCK_BYTES + size, stamp=stamp)
+    data = read_range(location, offset - BLOCK_BYTES, BLOCK_BYTES + size, stamp=stamp)
     try:
         stated = stated_member(data[:BLOCK_BYTES])[1]
     except ValueError:
@@ -215,8 +206,6 @@ def _read_member(container: Container, offset: int, size: int) -> bytes:
 def _array(location: str) -> NDArray[np.uint8]:
     if is_local(location):
         return np.load(location, mmap_mode="r", allow_pickle=False)
-    from shardvit.data_shards.store.ranges import read_whole
-
     return np.load(io.BytesIO(read_whole(location)), allow_pickle=False)
 
 
@@ -226,12 +215,3 @@ def _png(pixels: NDArray[np.uint8]) -> bytes:
     buffer = io.BytesIO()
     Image.fromarray(pixels).save(buffer, format="PNG")
     return buffer.getvalue()
-
-
-def _read_bytes(location: str, offset: int, size: int, *, stamp: str = "") -> bytes:
-    if not is_local(location):
-        from shardvit.data_shards.store.ranges import read_range
-
-        return read_range(location, offset, size, stamp=stamp)
-    with open(location, "rb", buffering=0) as file:
-        return os.pread(file.fileno(), size, offset)

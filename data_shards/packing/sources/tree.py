@@ -20,7 +20,6 @@ from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.packing.sources.base import is_image, scan_folder, walk
 from shardvit.data_shards.packing.sources.located import ABSENT, Container, LocatedFiles, folder_files, stamp_of
 from shardvit.data_shards.shards.location import is_local, join, local_path, redacted
-from shardvit.data_shards.shards.shard_index import Texts
 from shardvit.data_shards.store.ranges import list_url
 
 Scanned = tuple[list[str], list[str], list[str]]  # subfolders, images, other files
@@ -88,8 +87,7 @@ def list_tree(location: str) -> FolderTree:
 
     def files(names: Sequence[str]) -> LocatedFiles:
         found = np.array([rows.get(name, -1) for name in names], np.int64)
-        zeros, place = np.zeros(len(names), np.int32), (Container("folder", location),)
-        columns = np.array(sizes, np.int64)[found], np.array(stamps, np.uint64)[found]
-        return LocatedFiles(redacted(location), place, Texts.of(names), zeros, zeros.astype(np.int64), *columns)
+        here = np.array(sizes, np.int64)[found], np.array(stamps, np.uint64)[found]
+        return LocatedFiles.of(redacted(location), Container("folder", location), names, sizes=here[0], stamps=here[1])
 
     return FolderTree(location, lambda folder: scans.get(folder, ([], [], [])), files)

@@ -16,16 +16,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
-import numpy as np
-
 from shardvit.data_shards.packing.sources.label_list import clean_path
 from shardvit.data_shards.packing.sources.located import Container, LocatedFiles
 from shardvit.data_shards.packing.sources.tables.columns import Columns, Rows, read_rows
-from shardvit.data_shards.packing.sources.tars.sample_listing import TarSamples, state_of, write_listing
+from shardvit.data_shards.packing.sources.tars.sample_listing import TarSamples, kept_listing, state_of
 from shardvit.data_shards.shards.location import is_local, join, local_path, redacted
-from shardvit.data_shards.shards.shard_index import Texts
 from shardvit.data_shards.shards.tar_walk import BLOCK_BYTES
-from shardvit.data_shards.store.folders import open_folder
+from shardvit.data_shards.store.folders import Folder, open_folder
 from shardvit.data_shards.text import one_line
 
 _VERSION = 1
@@ -53,17 +50,16 @@ class TableParts:
 
 
 def list_table(request: TableParts, number: int) -> str:
-    """Write `listing/NNNNN-MARK.parquet` unless it is there, and return its name; UserError if the table is damaged.
+    """List some rows, as `kept_listing` says; UserError if the table is damaged.
 
     Images are named STEM/ROW, with `PATH_MARK` and the table's own path or key if it has any; paths by themselves.
     """
-    part, columns, work = request.parts[number], request.columns, open_folder(request.work)
-    identity = repr((_VERSION, part, columns, request.root)).encode("utf-8", "surrogateescape")
-    mark = f"{number:05d}-{hashlib.sha256(identity).hexdigest()[:16]}"
-    file = f"listing/{mark}.parquet"
-    if work.size(file) is not None:
-        return file
-    place = join(work.location, f"spool/{mark}.tar")
+    part, work = request.parts[number], open_folder(request.work)
+    identity = (_VERSION, part, request.columns, request.root)
+    return kept_listing(work, number, identity, lambda spool: _listed(part, request, work, spool))
+
+
+def _listed(part: TablePart, request: TableParts, work: Folder, spool: str) -> TarSamples:
     beside = local_path(work.location) if is_local(work.location) else None
     if beside is not None:
         beside.mkdir(parents=True, exist_ok=True)
@@ -71,28 +67,25 @@ def list_table(request: TableParts, number: int) -> str:
     with TemporaryDirectory(dir=beside, prefix="spool-") as folder:
         plain = Path(folder, "spool.tar")
         with plain.open("wb") as stream, tarfile.open(fileobj=stream, mode="w", format=tarfile.USTAR_FORMAT) as tar:
-            found = [*_taken(part, columns, tar, left_out)]
-        is_spooled = any(each.size for each in found)
-        if is_spooled:
-            left_out += [(each.name, "has no image") for each in found if not each.size]
-            found = [each for each in found if each.size]
-            work.put(f"spool/{mark}.tar", plain)
-        else:
-            found = [*_placed(found, request.root, part.stem.rpartition("/")[0], left_out)]
-    container = Container("tar", place, state_of(place)[1]) if is_spooled else Container("folder", request.root)
-    known: dict[str, int] = {}
-    files = LocatedFiles(
+            found = [*_taken(part, request.columns, tar, left_out)]
+        if is_spooled := any(each.size for each in found):
+            work.put(spool, plain)
+    if is_spooled:
+        left_out += [(each.name, "has no image") for each in found if not each.size]
+        found = [each for each in found if each.size]
+        container = Container("tar", place := join(work.location, spool), state_of(place)[1])
+    else:
+        found = [*_placed(found, request.root, part.stem.rpartition("/")[0], left_out)]
+        container = Container("folder", request.root)
+    files = LocatedFiles.of(
         redacted(part.location),
-        (container,),
-        Texts.of(f"{each.name}{PATH_MARK}{each.given}" if is_spooled else each.given for each in found),
-        np.zeros(len(found), np.int32),
-        np.array([each.offset for each in found], np.int64),
-        np.array([each.size for each in found], np.int64),
-        np.array([each.stamp for each in found], np.uint64),
+        container,
+        [f"{each.name}{PATH_MARK}{each.given}" if is_spooled else each.given for each in found],
+        sizes=[each.size for each in found],
+        stamps=[each.stamp for each in found],
+        offsets=[each.offset for each in found],
     )
-    codes = np.array([known.setdefault(each.label, len(known)) for each in found], np.int32)
-    write_listing(work, file, TarSamples(files, codes, tuple(known), left_out=tuple(left_out)))
-    return file
+    return TarSamples.of(files, (each.label for each in found), left_out=left_out)
 
 
 class _Taken(NamedTuple):

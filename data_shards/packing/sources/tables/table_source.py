@@ -84,7 +84,9 @@ def table_source(
     by_split: list[tuple[SplitName, TarSamples]] = [
         (split, each) for (split, _), each in zip(parts, listed, strict=True)
     ]
-    bare = {split for split, _ in by_split if not any(len(each) for its, each in by_split if its == split)} - {"train"}
+    bare = {split for split, _ in by_split if not any(len(each.labels) for its, each in by_split if its == split)} - {
+        "train"
+    }
     classes = ("",) if not columns.label else read_classes(options.class_names) if options.class_names else None
     source = sample_source(
         spec,

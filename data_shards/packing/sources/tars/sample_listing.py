@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from io import BytesIO
 from pathlib import Path
@@ -23,8 +23,8 @@ from shardvit.data_shards.packing.sources.archive import inner_name, refuse_link
 from shardvit.data_shards.packing.sources.base import GZIPPED
 from shardvit.data_shards.packing.sources.decompress import decompressed, open_bytes
 from shardvit.data_shards.packing.sources.located import Container, LocatedFiles, stamp_of
-from shardvit.data_shards.reading.tar_summary import FoundLabels, read_labels
-from shardvit.data_shards.shards.labels import LabelSpec, class_number
+from shardvit.data_shards.reading.tar_summary import read_labels
+from shardvit.data_shards.shards.labels import LabelSpec
 from shardvit.data_shards.shards.location import is_local, join, local_path, redacted
 from shardvit.data_shards.shards.shard_index import Texts
 from shardvit.data_shards.shards.tar_index import grouped
@@ -44,7 +44,7 @@ class SampleTars:
 
     locations: tuple[str, ...]  # absolute local paths, URLs
     stems: tuple[str, ...]  # folders of their images' names; unique
-    labels: tuple[LabelSpec | None, ...]  # None: images alone
+    labels: tuple[LabelSpec | None, ...]  # None: the last part of `stems`
     work: str
     root: str = ""  # of folders of samples in files, in place of tars: `root` and a stem is a location
 
@@ -59,52 +59,50 @@ class TarSamples:
     damage: str = ""
     left_out: tuple[tuple[str, str], ...] = ()  # (name, reason)
 
-    def __len__(self) -> int:
-        return len(self.labels)
+    @classmethod
+    def of(
+        cls, files: LocatedFiles, labels: Iterable[str], damage: str = "", left_out: Iterable[tuple[str, str]] = ()
+    ) -> TarSamples:
+        """Number the samples' labels, JSON lists."""
+        known: dict[str, int] = {}
+        codes = [known.setdefault(label, len(known)) for label in labels]
+        return cls(files, np.array(codes, np.int32), tuple(known), damage, tuple(left_out))
 
     def take(self, rows: NDArray[np.int64]) -> TarSamples:
         return replace(self, files=self.files.take(rows), labels=self.labels[rows])
 
-    @property
-    def found(self) -> FoundLabels:
-        values = [json.loads(text) for text in self.values]
-        return replace(FoundLabels.of(values), num_values=sum(len(values[code]) for code in self.labels.tolist()))
-
-    def numbers(self, spec: LabelSpec, label_map: Mapping[str, int]) -> NDArray[np.int64]:
-        """Look up the labels' classes: [samples], or [samples, most labels] padded with -1."""
-        rows = [
-            sorted({class_number(value, spec, label_map, len(label_map)) for value in json.loads(text)})
-            for text in self.values
-        ]
-        table = np.full((len(rows), max(map(len, rows), default=1)), -1, np.int64)
-        for row, numbers in zip(table, rows, strict=True):
-            row[: len(numbers)] = numbers
-        return table[self.labels, 0] if spec.kind == "single" else table[self.labels]
-
 
 def list_tar(request: SampleTars, number: int) -> str:
-    """Write `listing/NNNNN-MARK.parquet` unless it is there, and return its name; UserError if the tar is unsafe."""
+    """List a tar, as `kept_listing` says; UserError if it is unsafe."""
     location, work = request.locations[number], open_folder(request.work)
     listed = [*list_url(location)] if request.root else None
     num_bytes, stamp = state_of(location) if listed is None else (0, str(stamp_of(listed)))
-    identity = (_VERSION, location, num_bytes, stamp, request.stems[number], request.labels[number])
-    digest = hashlib.sha256(repr(identity).encode("utf-8", "surrogateescape")).hexdigest()
-    file = f"listing/{number:05d}-{digest[:16]}.parquet"
-    if work.size(file) is not None:
-        return file
-    if listed is not None:
-        samples, stamps = _of_files(listed, request, number)
-        container = Container("folder", request.root)
-    else:
-        container = Container("tar", location, stamp)
+
+    def samples(spool: str) -> TarSamples:
+        if listed is not None:
+            return _of_files(listed, request, number)
+        container, size = Container("tar", location, stamp), num_bytes
         if is_gzipped(location):
-            container, num_bytes = _unpacked(container, work, file=f"spool/{number:05d}-{digest[:16]}.tar")
-        with open_bytes(container.location, num_bytes, stamp=container.stamp) as read:
-            samples = _of_tar(read, num_bytes, request, number)
-        places = zip(samples.files.names, samples.files.sizes.tolist(), strict=True)
-        stamps = [stamp_of(name, size, stamp) for name, size in places]
-    files = replace(samples.files, containers=(container,), stamps=np.array(stamps, np.uint64))
-    write_listing(work, file, replace(samples, files=files))
+            container, size = _unpacked(location, work, file=spool)
+        with open_bytes(container.location, size, stamp=container.stamp) as read:
+            found = _of_tar(read, size, request, number)
+        places = zip(found.files.names, found.files.sizes.tolist(), strict=True)
+        stamps = np.array([stamp_of(*place, stamp) for place in places], np.uint64)
+        return replace(found, files=replace(found.files, containers=(container,), stamps=stamps))
+
+    identity = (_VERSION, location, num_bytes, stamp, request.stems[number], request.labels[number])
+    return kept_listing(work, number, identity, samples)
+
+
+def kept_listing(work: Folder, number: int, identity: object, samples: Callable[[str], TarSamples]) -> str:
+    """Write `listing/NNNNN-MARK.parquet` unless it is there, and return its name.
+
+    `samples` gets the name in `work` of a tar for images that cannot be read in place.
+    """
+    digest = hashlib.sha256(repr(identity).encode("utf-8", "surrogateescape")).hexdigest()
+    mark = f"{number:05d}-{digest[:16]}"
+    if work.size(file := f"listing/{mark}.parquet") is None:
+        write_listing(work, file, samples(f"spool/{mark}.tar"))
     return file
 
 
@@ -136,10 +134,9 @@ def read_listing(work: Folder, file: str) -> TarSamples:
     _, ends, blob = table["name"].combine_chunks().buffers() if count else (None, bytes(8), b"")
     names = Texts(np.frombuffer(blob, np.uint8), np.frombuffer(ends, np.int64)[1 : count + 1])
     offsets, sizes, stamps, labels = (table[name].to_numpy() for name in ("offset", "size", "stamp", "label"))
-    containers = (Container(*facts["container"]),)
-    files = LocatedFiles(facts["path"], containers, names, np.zeros(count, np.int32), offsets, sizes, stamps)
-    left_out = tuple((name, reason) for name, reason in facts["left_out"])
-    return TarSamples(files, labels, tuple(facts["values"]), facts["damage"], left_out)
+    container = Container(*facts["container"])
+    files = LocatedFiles.of(facts["path"], container, names, sizes=sizes, stamps=stamps, offsets=offsets)
+    return TarSamples(files, labels, tuple(facts["values"]), facts["damage"], tuple(map(tuple, facts["left_out"])))
 
 
 def state_of(location: str) -> tuple[int, str]:
@@ -158,14 +155,14 @@ def is_gzipped(location: str) -> bool:
     return redacted(location).lower().endswith(GZIPPED)
 
 
-def _unpacked(gzipped: Container, work: Folder, *, file: str) -> tuple[Container, int]:
+def _unpacked(gzipped: str, work: Folder, *, file: str) -> tuple[Container, int]:
     """Decompress a tar into the work folder, unless it is there; return it and its size."""
     place = join(work.location, file)
     if is_local(place):
-        decompressed(gzipped.location, local_path(place), report=lambda line: None)
+        decompressed(gzipped, local_path(place), report=lambda line: None)
     elif work.size(file) is None:
         with TemporaryDirectory() as beside:
-            decompressed(gzipped.location, plain := Path(beside, "plain.tar"), report=lambda line: None)
+            decompressed(gzipped, plain := Path(beside, "plain.tar"), report=lambda line: None)
             work.put(file, plain)
     num_bytes, stamp = state_of(place)
     return Container("tar", place, stamp), num_bytes
@@ -188,22 +185,24 @@ def _of_tar(read: Pread, num_bytes: int, request: SampleTars, number: int) -> Ta
     return _samples(members, contents, request, number, damage=damage)
 
 
-def _of_files(listed: Sequence[Listed], request: SampleTars, number: int) -> tuple[TarSamples, list[int]]:
-    """Return samples and their images' stamps, as a `FolderTree` has them."""
-    members = [Member(name, place, size or 0) for place, (name, size, _) in enumerate(listed)]
+def _of_files(listed: Sequence[Listed], request: SampleTars, number: int) -> TarSamples:
+    """List samples in files, their stamps as a `FolderTree` has them."""
+    members = [Member(name, row, size or 0) for row, (name, size, _) in enumerate(listed)]
     contents = {
-        place: read_range(join(request.locations[number], name), 0, min(size, _MOST_LABEL_BYTES))
-        for name, place, size in members
+        row: read_range(join(request.locations[number], name), 0, min(size, _MOST_LABEL_BYTES))
+        for name, row, size in members
         if _is_label(name, request.labels[number])
     }
-    samples = _samples(members, contents, request, number)
-    above = f"{request.stems[number]}/" if request.stems[number] else ""
-    images = [
-        (above + name, size, stamp) for name, size, stamp in (listed[at] for at in samples.files.offsets.tolist())
-    ]
-    names, nothing = Texts.of(name for name, _, _ in images), np.zeros_like(samples.files.offsets)
-    files = replace(samples.files, names=names, offsets=nothing)
-    return replace(samples, files=files), [stamp_of(*image) for image in images]
+    samples, above = _samples(members, contents, request, number), request.stems[number]
+    images = [(join(above, name), *about) for name, *about in (listed[row] for row in samples.files.offsets.tolist())]
+    files = LocatedFiles.of(
+        samples.files.path,
+        Container("folder", request.root),
+        [name for name, *_ in images],
+        sizes=samples.files.sizes,
+        stamps=[stamp_of(*image) for image in images],
+    )
+    return replace(samples, files=files)
 
 
 def _is_label(name: str, labels: LabelSpec | None) -> bool:
@@ -218,7 +217,7 @@ def _samples(
     stem, labels = request.stems[number], request.labels[number]
     found = grouped(members, label=None if labels is None else labels.part, damage=damage)
     left_out, index = list(found.left_out), found.index
-    values: list[list[int | str]] = [[]] * len(index)
+    values: list[list[int | str]] = [[stem.rpartition("/")[2]]] * len(index)
     if labels is not None:
         good, values = read_labels(index, lambda size, offset: contents[offset], labels=labels, left_out=left_out)
         index = index.take(good)
@@ -226,11 +225,10 @@ def _samples(
     for row, (key, extension) in enumerate(zip(index.keys, index.image_extension, strict=True)):
         if rows.setdefault(f"{stem}/{key}.{extension}", row) != row:
             left_out.append((key, "is there already, earlier in the tar"))
-    kept = np.array(list(rows.values()), np.int64)
-    known: dict[str, int] = {}
-    codes = [known.setdefault(json.dumps(values[row]), len(known)) for row in kept.tolist()]
-    nothing = np.zeros(len(kept), np.int32)
-    places = index.image_offset[kept], index.image_size[kept], nothing.astype(np.uint64)
-    files = LocatedFiles(redacted(request.locations[number]), (), Texts.of(rows), nothing, *places)
+    kept, path = [*rows.values()], redacted(request.locations[number])
+    sizes, offsets = index.image_size[kept], index.image_offset[kept]
+    files = LocatedFiles.of(
+        path, Container("tar", ""), [*rows], sizes=sizes, stamps=np.zeros(len(kept)), offsets=offsets
+    )
     unusable = tuple((f"{stem}/{key}".lstrip("/"), reason) for key, reason in left_out)
-    return TarSamples(files, np.array(codes, np.int32), tuple(known), damage, unusable)
+    return TarSamples.of(files, [json.dumps(values[row]) for row in kept], damage, unusable)

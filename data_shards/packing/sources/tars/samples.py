@@ -11,9 +11,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
 from itertools import takewhile
-from operator import or_
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -22,8 +20,9 @@ import numpy as np
 from shardvit.data_shards.engines.engine import local_engine
 from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.packing.sources.archive import Unpacking, stem
-from shardvit.data_shards.packing.sources.base import ImageSet, Int64s, Source, SplitName
+from shardvit.data_shards.packing.sources.base import ImageSet, Source, SplitName
 from shardvit.data_shards.packing.sources.decompress import gunzipped, open_bytes
+from shardvit.data_shards.packing.sources.label_list import label_array
 from shardvit.data_shards.packing.sources.located import join_located
 from shardvit.data_shards.packing.sources.tars.sample_listing import (
     SampleTars,
@@ -36,9 +35,9 @@ from shardvit.data_shards.packing.sources.tars.sample_listing import (
 from shardvit.data_shards.progress_line import LINE_SECONDS
 from shardvit.data_shards.reading.external_shards import found_classes, read_classes, unknown_label
 from shardvit.data_shards.reading.indexing import PEEKED_TARS, demand_cls
-from shardvit.data_shards.reading.tar_summary import peek
+from shardvit.data_shards.reading.tar_summary import FoundLabels, peek
 from shardvit.data_shards.shards.holdout import rows_of
-from shardvit.data_shards.shards.labels import LabelSpec
+from shardvit.data_shards.shards.labels import LabelSpec, class_number
 from shardvit.data_shards.shards.location import is_local, join, local_path, redacted
 from shardvit.data_shards.shards.shard_index import default_index_folder
 from shardvit.data_shards.shards.shard_set import ShardEntry, ShardSet, class_difference
@@ -104,9 +103,6 @@ def tar_source(
     has_splits = "train" in tops and {*tops} <= {*SPLIT_FOLDERS}
     splits: list[SplitName] = [SPLITS[top] if has_splits else "train" for top in tops]
     listed = _list(spec, tars, stems, [None if is_named else labels] * len(tars), root=root, unpacking=unpacking)
-    if is_named:
-        names = [json.dumps([name.rpartition("/")[2]]) for name in stems]
-        listed = [replace(each, values=(name,)) for each, name in zip(listed, names, strict=True)]
     classes = None if options.class_names is None else read_classes(options.class_names)
     return sample_source(spec, [*zip(splits, listed, strict=True)], labels, classes=classes, unfit=unfit)
 
@@ -215,20 +211,26 @@ def sample_source(
     if notes and unfit == "refuse":
         more = f" (and {len(notes) - 1:,} more)" if len(notes) > 1 else ""
         raise UserError(f"{notes[0]}{more}; mend it, or pass over what is unusable with --skip-unreadable")
-    found = reduce(or_, (each.found for _, each in parts))
-    if not sum(len(each) for _, each in parts):
+    known: dict[str, int] = {}
+    codes = [np.array([known.setdefault(each, len(known)) for each in its.values], int)[its.labels] for _, its in parts]
+    values = [json.loads(text) for text in known]
+    lengths = np.array([*map(len, values)], int)
+    found = replace(FoundLabels.of(values), num_values=sum(int(lengths[its].sum()) for its in codes))
+    if not sum(map(len, codes)):
         raise UserError(f"{shown}: there is no sample in it" + "".join(f" ({note})" for note in notes))
     if classes is None:
         classes = found_classes(found, labels, source=shown)
     elif unknown := unknown_label(found, classes, labels=labels):
         raise UserError(f"{shown}: the label {unknown} is none of the {len(classes)} classes; correct --class-names")
-    label_map = {name: number for number, name in enumerate(classes)}
+    names = {name: number for number, name in enumerate(classes)}
+    numbers = [[*{class_number(one, labels, names, len(names)) for one in each}] for each in values]
+    table = label_array(numbers, is_multi=labels.kind == "multi")
     splits: dict[SplitName, ImageSet] = {}
     for split in ("train", "val", "test"):
-        if its := [each for each_split, each in parts if each_split == split]:
-            files = join_located(shown, [each.files for each in its])
-            numbers = _stacked([each.numbers(labels, label_map) for each in its])
-            splits[split] = ImageSet(files, np.arange(len(numbers)), numbers)
+        if its := [number for number, (its_split, _) in enumerate(parts) if its_split == split]:
+            files = join_located(shown, [parts[number][1].files for number in its])
+            chosen = table[np.concatenate([codes[number] for number in its])]
+            splits[split] = ImageSet(files, np.arange(len(files)), chosen)
     return Source(
         _absolute(spec) if is_local(spec) else shown,
         classes,
@@ -238,10 +240,3 @@ def sample_source(
         kind=labels.kind,
         empty_classes="report",
     )
-
-
-def _stacked(parts: Sequence[Int64s]) -> Int64s:
-    if parts[0].ndim == 1:
-        return np.concatenate(parts)
-    most = max(part.shape[1] for part in parts)
-    return np.concatenate([np.pad(part, ((0, 0), (0, most - part.shape[1])), constant_values=-1) for part in parts])

@@ -250,10 +250,11 @@ from pathlib import Path
 from shardvit.data_shards.engines.engine import LocalEngine
 from shardvit.data_shards.packing.sources.archive import Unpacking
 from shardvit.data_shards.packing.sources.recognise import open_source
-from shardvit.data_shards.packing.sources.tables import columns, table_listing
+from shardvit.data_shards.packing.sources.tables import columns
+from shardvit.data_shards.packing.sources.tars import sample_listing
 
 columns._PART_BYTES = 1
-write, left = table_listing.write_listing, [2]
+write, left = sample_listing.write_listing, [2]
 
 def killed(*arguments):
     if not left[0]:
@@ -266,7 +267,7 @@ class Here:
     def run(self, work, request, parts, *, done):
         return {part: work(request, part) for part in parts}
 
-table_listing.write_listing = killed
+sample_listing.write_listing = killed
 open_source(sys.argv[1], unpacking=Unpacking(Path(sys.argv[2]), print, Here()))
 """
 
