@@ -52,17 +52,9 @@ _STREAM_PIECE_BYTES = 2**20
 # A server is stalled below this average over the ranges in flight.
 _LEAST_BYTES_PER_SECOND = 100_000
 _POLL_SECONDS = 0.1
-_FINGERPRINTS = (
-    "ETag",
-    "etag",
-    "md5Hash",
-    "generation",
-    "blob_id",
-    "LastModified",
-    "last_modified",
-    "mtime",
-    "updated",
-)
+# of fsspec's facts, those that change with an object
+_FINGERPRINTS = ("ETag", "etag", "md5Hash", "generation", "blob_id")
+_FINGERPRINTS += ("LastModified", "last_modified", "mtime", "updated")
 
 
 @dataclass(frozen=True)
