@@ -289,7 +289,7 @@ class _Page(Stored):
             span = response.headers.get("Content-Range", "").strip()
             is_all = response.status == 200 and (start, end) == (0, about.num_bytes)
             if not is_all and response.status == 200 and about.ranges == "no":
-                raise Refused("the server sends no ranges")
+                raise Refused("the server sends no ranges, only whole files")
             if not is_all and (response.status != 206 or not span.startswith(f"bytes {start}-")):
                 raise Transient("the server sent another part of the file than it was asked for")
             return await read(response, end - start), _tag(response)

@@ -96,10 +96,10 @@ def check(
 
     Some examples:
         shardvit check shards/photos
-        shardvit check shards/photos --decode --statistics --world-size 64
+        shardvit check shards/photos --decode --world-size 64
         shardvit check shards/in21k --against shards/cifar10/val --output seen
         shardvit check shards/photos --features runs/photos --output alike
-        shardvit check "laion/{00000..00099}.tar" --label json:label --json
+        shardvit check "laion/{00000..00099}.tar" --label json:label --decode --statistics --output laion
     """
     from shardvit.data_shards.checking.check import check as check_shards
     from shardvit.data_shards.checking.check import match_findings
