@@ -11,20 +11,26 @@ from pathlib import Path
 from shardvit.data_shards.checking.scan import PartScan
 from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.sets.statistics import STATISTICS_FILE, write_statistics
-from shardvit.data_shards.shards.location import redacted
+from shardvit.data_shards.shards.location import join, redacted
 from shardvit.data_shards.shards.manifest import MANIFEST_FILE, Manifest, Shard
 from shardvit.data_shards.shards.shard_set import Report, ShardSet
 from shardvit.data_shards.store.download import StoreError
 from shardvit.data_shards.store.folders import Folder, open_folder
+from shardvit.data_shards.store.ranges import RangedFile
 
 
 @contextmanager
 def split_table(shards: ShardSet, output: str | None, *, report: Report) -> Iterator[Callable[[PartScan], None]]:
     """Yield what takes the rows of each part, and write the table at the end of the block.
 
-    UserError at once if it cannot be written there.
+    UserError at once if it cannot be written there, or packing's table, which knows more, would be lost.
     """
     folder = _folder(shards, output)
+    if _has_paths(table := join(folder.location, STATISTICS_FILE)):
+        raise UserError(
+            f"{redacted(table)}: packing wrote it, with the images' paths in their source, which check does not know; "
+            "remove it first, or give --output FOLDER for another"
+        )
     with _explained(folder):
         folder.write(f".{STATISTICS_FILE}", b"")
         folder.remove(f".{STATISTICS_FILE}")
@@ -45,6 +51,18 @@ def split_table(shards: ShardSet, output: str | None, *, report: Report) -> Iter
             rows = ((int(part.name.partition("-")[0]), part.read_bytes()) for part in parts)
             write_statistics(folder, described, rows)
     report(f"{redacted(folder.location)}/{STATISTICS_FILE}: written")
+
+
+def _has_paths(table: str) -> bool:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with pq.ParquetFile(RangedFile(table)) as file:
+            paths = file.read_row_group(0, columns=["path"]).column(0)
+            return paths.null_count < len(paths)
+    except (OSError, StoreError, KeyError, IndexError, ValueError, pa.ArrowException):
+        return False  # there is none, or none that can be read
 
 
 @contextmanager

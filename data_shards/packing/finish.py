@@ -289,9 +289,9 @@ def difference(before: Mapping[str, Any], request: Mapping[str, Any]) -> str:
     return "" if key is None else f"{key}: {before.get(key)!r} then, {request.get(key)!r} now"
 
 
-def demand_same(out: str, content: Mapping[str, Any]) -> Counts:
+def demand_same(out: str, content: Mapping[str, Any], *, shown: str = "") -> Counts:
     """Return OUT's counts; UserError unless it was packed by this request from this source ({}: any)."""
-    shown, remedy = redacted(out), "choose another folder or delete it"
+    shown, remedy = redacted(shown or out), "choose another folder or delete it"
     try:
         packed = parse_json(open_folder(out).read(PACK_FILE))
         before = dict(packed["request"])

@@ -238,7 +238,8 @@ class _Packing:
         return None if number is None else live.lists(number).location
 
     def _compare(self, source: Source, content: dict[str, Any], packing: str | None = None) -> tuple[Counts, str]:
-        counts = demand_same(packing or self.out, content)
+        shown = self.shown if packing in (None, self.out) else ""
+        counts = demand_same(packing or self.out, content, shown=shown)
         compared = compare_seen(packing or self.out, source, self.request, report=self.report)
         clear(self.out)  # killed before the end
         return counts, compared

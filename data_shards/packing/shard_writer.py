@@ -163,9 +163,10 @@ def write_shard(
     with open(path, "wb", buffering=_BUFFER_BYTES) as stream, tar_writer(tar := _Digested(stream)) as writer:
         for position in range(len(plan)):
             give_up_if_stopped()
-            data = None
+            data, digest = None, image_digest(None)
             try:
                 data = plan.images.read(position)
+                digest = image_digest(data)
                 image = prepare_image(data, resize=resize, limit=pixel_limit)
             except (UnreadableImage, OSError) as error:
                 reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
@@ -174,11 +175,11 @@ def write_shard(
                 extension, label = plan.label_member(position)
                 key, labels = plan.key(position), class_numbers(plan.labels[position])
                 writer.write({"__key__": key, image.extension: image.data, extension: label})
-                digest = image_digest(data) if image.data is data else b""
-                measured = image_statistics(image.pixels, image.data, digest=digest)
+                own = digest if image.data is data else image_digest(image.data)
+                measured = image_statistics(image.pixels, image.data, digest=own)
                 trace = plan.images.trace(position)
                 statistics.append(SampleStatistics(len(statistics), key, trace, labels, measured))
-            digests.append(image_digest(data))
+            digests.append(digest)
     part = LABEL_SPECS["single" if plan.labels.ndim == 1 else "multi"].part
     write_index(build_index(path, label=part), index_path(path), label=part)
     _statistics_path(path).write_bytes(to_parquet(statistics))

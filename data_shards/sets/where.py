@@ -125,7 +125,8 @@ def _evaluate(where: Where, batch: Any, *, classes: Sequence[str]) -> NDArray[np
         found = frame.eval(where.text, engine="python", parser="pandas", local_dict={}, global_dict={})
         result = np.asarray(found)
     except Exception as error:  # noqa: BLE001 - pandas raises a dozen kinds
-        raise UserError(f"--where: {brief(where.text)}: {brief(str(error))}") from None
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"--where: {brief(where.text)}: cannot be evaluated ({reason})") from None
     if result.dtype != np.bool_ or result.shape != (len(frame),):
         raise UserError(
             f"--where: {brief(where.text)}: it is neither true nor false of an image; compare with something"

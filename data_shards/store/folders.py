@@ -1,7 +1,8 @@
 """A folder to read and write by name, here or in a store: a file is there whole, or not at all.
 
 A local file is written beside its place, flushed and renamed. An object of a store is uploaded in parts and becomes
-visible with the last one; a failed upload is aborted. Nothing is ever decided by a listing, which may be late.
+visible with the last one; a failed upload is aborted. Nothing is ever decided by a listing, which may be late. Names
+are relative, with "/"; folders are picklable, and cheap to make.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import shutil
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from shardvit.data_shards.durable import replaced
 from shardvit.data_shards.errors import UserError
@@ -19,35 +19,9 @@ from shardvit.data_shards.store import ranges
 from shardvit.data_shards.store.upload import WRITABLE, abort_unfinished, remove, upload
 
 
-class Folder(Protocol):
-    """`location` is a local path or a URL; names are relative, with "/". OSError or StoreError if it fails.
-
-    Picklable, and cheap to make: processes and threads may each have their own.
-    """
-
-    @property
-    def location(self) -> str: ...
-    def at(self, name: str) -> Folder: ...
-    def read(self, name: str) -> bytes:  # FileNotFoundError if it is not there
-        ...
-
-    def write(self, name: str, data: bytes) -> None: ...
-    def put(self, name: str, file: Path) -> None:  # move or upload a complete local file, which is gone afterwards
-        ...
-
-    def size(self, name: str) -> int | None:  # None: not there
-        ...
-
-    def remove(self, name: str) -> None:  # missing is fine
-        ...
-
-    def tidy(self) -> None:  # abort what killed processes were uploading to it; only when no other writes
-        ...
-
-
 @dataclass(frozen=True)
 class LocalFolder:
-    """A folder of this machine, or of a file system that all machines see; made by the first file."""
+    """A folder of this machine, or of a file system that all machines see; made by the first file. OSError."""
 
     path: Path
 
@@ -59,6 +33,7 @@ class LocalFolder:
         return LocalFolder(self._place(name))
 
     def read(self, name: str) -> bytes:
+        """FileNotFoundError if it is not there."""
         return self._place(name).read_bytes()
 
     def write(self, name: str, data: bytes) -> None:
@@ -68,23 +43,26 @@ class LocalFolder:
             beside.write_bytes(data)
 
     def put(self, name: str, file: Path) -> None:
+        """Move or upload a complete local file, which is gone afterwards."""
         place = self._place(name)
         place.parent.mkdir(parents=True, exist_ok=True)
         with replaced(place, writers="several") as beside:
             shutil.move(file, beside)
 
     def size(self, name: str) -> int | None:
+        """None: it is not there."""
         try:
             return self._place(name).stat().st_size
         except (FileNotFoundError, NotADirectoryError):
             return None
 
     def remove(self, name: str) -> None:
+        """Missing is fine."""
         with suppress(FileNotFoundError, NotADirectoryError):
             self._place(name).unlink()
 
     def tidy(self) -> None:
-        pass
+        """Abort what killed processes were uploading to it; only when no other writes."""
 
     def _place(self, name: str) -> Path:
         return self.path / _demand_inside(name, self.location)
@@ -92,7 +70,7 @@ class LocalFolder:
 
 @dataclass(frozen=True)
 class StoreFolder:
-    """A prefix of a bucket, or a folder of another store of fsspec."""
+    """A prefix of a bucket, or a folder of another store of fsspec. StoreError beside the errors of `LocalFolder`."""
 
     location: str
 
@@ -123,6 +101,9 @@ class StoreFolder:
 
     def _url(self, name: str) -> str:
         return join(self.location, _demand_inside(name, redacted(self.location)))
+
+
+Folder = LocalFolder | StoreFolder
 
 
 def open_folder(location: str | Path) -> Folder:

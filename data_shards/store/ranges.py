@@ -12,7 +12,9 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from heapq import merge
+from itertools import chain
+from typing import IO, Any
 
 from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.shards.location import is_local, join, local_path, protocol, redacted
@@ -38,10 +40,8 @@ def read_range(location: str, offset: int, size: int, *, stamp: str = "") -> byt
 
 def read_whole(location: str) -> bytes:
     """Read a small file whole; FileNotFoundError, and errors as in `read_range`."""
-    size, found = stat_url(location)
-    if size is None:
-        raise _without_size(location)
-    return read_range(location, 0, size, stamp=found)
+    file = RangedFile(location)
+    return read_range(location, 0, file.num_bytes, stamp=file.stamp)
 
 
 def read_stamped_range(location: str, offset: int, size: int) -> tuple[bytes, str]:
@@ -97,7 +97,7 @@ class RangedFile(io.RawIOBase):
         self.location = location
         size, self.stamp = stat_url(location)
         if size is None:
-            raise _without_size(location)
+            raise UserError(f"{redacted(location)}: the server does not tell its size: copy it to a folder first")
         self.num_bytes, self._at = size, 0
 
     def readable(self) -> bool:
@@ -110,9 +110,6 @@ class RangedFile(io.RawIOBase):
         self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self.num_bytes}[whence]
         return self._at
 
-    def tell(self) -> int:
-        return self._at
-
     def readinto(self, buffer: Any) -> int:
         size = max(0, min(len(buffer), self.num_bytes - self._at))
         if size:
@@ -121,57 +118,59 @@ class RangedFile(io.RawIOBase):
         return size
 
 
+def open_file(location: str, *, ahead_bytes: int) -> IO[bytes]:
+    """Open a path or URL for reading, of a URL `ahead_bytes` at a time; errors as of `RangedFile`."""
+    if is_local(location):
+        return open(local_path(location), "rb")
+    return io.BufferedReader(RangedFile(location), ahead_bytes)
+
+
 def list_url(location: str) -> Iterator[Listed]:
     """List all files below a folder: name relative to it, bytes, stamp; in the order of the names' UTF-8 bytes."""
     if protocol(location) in ("http", "https"):
         raise UserError(f"{redacted(location)}: a web server lists no folder: name the tars, .../{{00000..00099}}.tar")
-    ahead = deque[Listed | Future[list[Listed]]]()
     with ThreadPoolExecutor(_LISTERS) as pool:
-        for each in _spread(location, "", levels=_LEVELS):
-            if each == "":
-                yield from _below(location, "")
-            else:
-                ahead.append(
-                    pool.submit(lambda below: [*_below(location, below)], each) if isinstance(each, str) else each
-                )
-            while len(ahead) > 2 * _LISTERS:
-                yield from _taken(ahead.popleft())
-        while ahead:
-            yield from _taken(ahead.popleft())
+        yield from _spread(location, pool, "", levels=_LEVELS)
 
 
-def _taken(entry: Listed | Future[list[Listed]]) -> list[Listed]:
-    return entry.result() if isinstance(entry, Future) else [entry]
-
-
-def _spread(url: str, below: str, *, levels: int) -> Iterator[Listed | str]:
-    """Yield, in order, the files of a folder, and the folders ("" for itself) that are to be listed whole."""
+def _spread(url: str, pool: ThreadPoolExecutor, below: str, *, levels: int) -> Iterator[Listed]:
+    """List a folder, several of the folders in it at a time."""
     files, folders = list[Listed](), list[str]()
     for found_files, found_folders in _pages(url, below, delimiter="/"):
         files += found_files
         folders += found_folders
         if len(files) > _MOST_LOOSE:
-            yield below
+            yield from _below(url, below)
             return
-    for each in _in_order(files, folders):
-        if isinstance(each, str) and levels and len(folders) < _LISTERS:
-            yield from _spread(url, each, levels=levels - 1)
-        else:
-            yield each
+    is_few = levels and len(folders) < _LISTERS
+    listed = (_spread(url, pool, each, levels=levels - 1) for each in folders) if is_few else _ahead(url, pool, folders)
+    yield from merge(files, chain.from_iterable(listed), key=_place)
+
+
+def _ahead(url: str, pool: ThreadPoolExecutor, folders: list[str]) -> Iterator[list[Listed]]:
+    """List folders in order, a few of them ahead."""
+    waiting = deque[Future[list[Listed]]]()
+    for folder in folders:
+        waiting.append(pool.submit(lambda each: [*_below(url, each)], folder))
+        if len(waiting) > 2 * _LISTERS:
+            yield waiting.popleft().result()
+    yield from (each.result() for each in waiting)
 
 
 def _below(url: str, below: str) -> Iterator[Listed]:
     for files, folders in _pages(url, below, delimiter=""):
-        for each in _in_order(files, folders):
-            yield from _below(url, each) if isinstance(each, str) else [each]
+        yield from merge(files, chain.from_iterable(_below(url, folder) for folder in folders), key=_place)
 
 
-def _in_order(files: list[Listed], folders: list[str]) -> list[Listed | str]:
-    return sorted([*files, *folders], key=lambda each: (each if isinstance(each, str) else each[0]).encode())
+def _place(listed: Listed) -> bytes:
+    return listed[0].encode()
 
 
 def _pages(url: str, below: str, *, delimiter: str) -> Iterator[tuple[list[Listed], list[str]]]:
-    """List files and folders by name below `url`; a bucket has no folders without `delimiter`, other stores always."""
+    """List files and folders below `url` in order; a bucket has no folders without `delimiter`, other stores always.
+
+    Folders' names end with "/", so the order of all files is that of files and folders.
+    """
 
     def attempt(remote: Any) -> tuple[list[Listed], list[str], str]:
         return page(remote, after=after, delimiter=delimiter) if is_bucket(remote) else _level(remote)
@@ -179,8 +178,9 @@ def _pages(url: str, below: str, *, delimiter: str) -> Iterator[tuple[list[Liste
     after, is_done = "", False
     while not is_done:
         files, folders, after = SHARED.retried(join(url, below) if below else url, attempt)
-        yield [(below + name, size, stamp) for name, size, stamp in files], [below + name for name in folders]
         is_done = not after
+        named = ((below + name, size, stamp) for name, size, stamp in files)
+        yield sorted(named, key=_place), sorted((below + name for name in folders), key=str.encode)
 
 
 def _level(remote: Any) -> tuple[list[Listed], list[str], str]:
@@ -196,10 +196,6 @@ def _level(remote: Any) -> tuple[list[Listed], list[str], str]:
 
 def _local_stamp(status: os.stat_result) -> str:
     return fingerprint_of({"mtime": status.st_mtime})  # as fsspec has it
-
-
-def _without_size(location: str) -> UserError:
-    return UserError(f"{redacted(location)}: the server does not tell its size: copy it to a folder first")
 
 
 def _changed(location: str) -> OSError:

@@ -52,17 +52,9 @@ _STREAM_PIECE_BYTES = 2**20
 # A server is stalled below this average over the ranges in flight.
 _LEAST_BYTES_PER_SECOND = 100_000
 _POLL_SECONDS = 0.1
-_FINGERPRINTS = (
-    "ETag",
-    "etag",
-    "md5Hash",
-    "generation",
-    "blob_id",
-    "LastModified",
-    "last_modified",
-    "mtime",
-    "updated",
-)
+# of fsspec's facts, those that change with an object
+_FINGERPRINTS = ("ETag", "etag", "md5Hash", "generation", "blob_id")
+_FINGERPRINTS += ("LastModified", "last_modified", "mtime", "updated")
 
 
 @dataclass(frozen=True)
@@ -297,7 +289,7 @@ class _Page(Stored):
             span = response.headers.get("Content-Range", "").strip()
             is_all = response.status == 200 and (start, end) == (0, about.num_bytes)
             if not is_all and response.status == 200 and about.ranges == "no":
-                raise Refused("the server sends no ranges")
+                raise Refused("the server sends no ranges, only whole files")
             if not is_all and (response.status != 206 or not span.startswith(f"bytes {start}-")):
                 raise Transient("the server sent another part of the file than it was asked for")
             return await read(response, end - start), _tag(response)

@@ -105,7 +105,8 @@ class _Drawn(KeptFingerprints):
         is_equal = numbers // _EACH % len(_EDITS) == _EDITS.index("equal bytes")
         rows["bytes_digest"] = _hashed(np.where(is_equal, source, numbers).astype(np.uint64))[:, None]
         chunks = [made_thumbnails(numbers[at : at + 1024]) for at in range(0, len(numbers), 1024)]
-        return Fingerprints(rows, np.concatenate(chunks))
+        rows["thumbnail"] = np.concatenate(chunks)
+        return rows
 
     def thumbnails(self, images: Numbers) -> NDArray[np.uint8]:
         chunks = [made_thumbnails(images[at : at + 1024]) for at in range(0, len(images), 1024)]

@@ -8,8 +8,6 @@ as many bytes of disk again, and memory for 16,384 images or a 256th of the set.
 
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -36,7 +34,7 @@ def semantic_matches(features: FeatureStore, shards: ShardSet, *, similar: float
     kmeans = MiniBatchKMeans(number, init="random", random_state=0)
     found: list[Match] = []
     damaged = width = 0
-    with tempfile.TemporaryDirectory(prefix="shardvit-semantic-") as scratch, ExitStack() as stack:
+    with tempfile.TemporaryDirectory(prefix="shardvit-semantic-") as scratch:
         for part in features.blocks(shards, store=store):
             damaged += len(part.damaged)
             if len(part.samples) >= number:  # only the last one may have fewer
@@ -44,16 +42,15 @@ def semantic_matches(features: FeatureStore, shards: ShardSet, *, similar: float
                 kmeans.partial_fit(_units(part))
         if not width:
             raise UserError(f"{shards.source}: hardly any image can be read: check it with --decode")
-        paths = [Path(scratch) / str(each) for each in range(min(number, _FILES))]
-        files = [stack.enter_context(path.open("wb")) for path in paths]
+        files = [f"{scratch}/{each}" for each in range(min(number, _FILES))]
         for part in features.blocks(shards, store=store):
             rows = np.empty(len(part.samples), _row(width))
             rows["image"], rows["values"] = part.samples, _units(part)
             rows["cluster"] = kmeans.predict(rows["values"]) if len(rows) else 0
-            for each, file in enumerate(files):
-                file.write(rows[rows["cluster"] % len(files) == each].tobytes())
-        stack.close()
-        for path in paths:
+            for each, path in enumerate(files):
+                with open(path, "ab") as file:
+                    file.write(rows[rows["cluster"] % len(files) == each].tobytes())
+        for path in files:
             rows = np.fromfile(path, _row(width))
             for cluster in np.unique(rows["cluster"]):
                 found += _alike(rows[rows["cluster"] == cluster], similar)

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardvit.data_shards.checking.near_duplicates import candidates
-from shardvit.data_shards.checking.near_duplicates.candidates import MOST_NEAR, PAIR, Pairs
+from shardvit.data_shards.checking.near_duplicates.candidates import MOST_NEAR, PAIR, Pairs, make_pairs
 from shardvit.data_shards.checking.near_duplicates.fingerprint import KeptFingerprints, Kind
 from shardvit.data_shards.checking.near_duplicates.perceptual_hash import (
     MILD_PARTS,
@@ -94,9 +94,6 @@ class _Join:
     def cuts(self, words: NDArray[np.uint64]) -> _Values:
         return self.values(words) >> (self.key_bits - self.cut_bits)
 
-    def by_key(self, entries: _Entries) -> _Entries:
-        return entries[np.argsort(self.values(entries["words"][:, 0]), kind="stable")]
-
     def entries(self, side: _Side, role: str, cut: int) -> _Entries:
         """Read a cut of all batches, ordered by image."""
         found = [_group(self.stem(batch, role), cut, _ENTRY) for batch in self.batches(side)]
@@ -140,7 +137,7 @@ def _write_entries(join: _Join, batch: _Batch) -> None:
     side = join.images if name == "images" else join.others
     found: dict[str, list[_Entries]] = {}
     for part in range(first, end):
-        rows, thumbnails = side.load(part)
+        rows = side.load(part)
         start, kinds = side.starts[part], rows["kind"]
         if join.key == "digests":
             for role, column, chosen in (
@@ -153,7 +150,7 @@ def _write_entries(join: _Join, batch: _Batch) -> None:
             for at in range(0, max(1, len(hashed)), candidates.AT_ONCE):
                 chosen = hashed[at : at + candidates.AT_ONCE]
                 for role, windows in _WINDOWS.items():
-                    hashes = hash_windows(thumbnails[chosen], windows)
+                    hashes = hash_windows(rows["thumbnail"][chosen], windows)
                     found.setdefault(role, []).append(_entries(hashes, start + chosen))
     for role, each in found.items():
         entries = np.concatenate(each)
@@ -162,7 +159,7 @@ def _write_entries(join: _Join, batch: _Batch) -> None:
 
 def _join_cut(join: _Join, cut: int) -> None:
     found = _equal(join, cut) if join.key == "digests" else _near(join, cut)
-    pairs = candidates.nearest_of(found, MOST_NEAR)
+    pairs = candidates.nearest_of(map(candidates.earlier, found) if join.is_within else found, MOST_NEAR)
     _write_groups(join.folder / f"near-{join.key}-{cut}", pairs, pairs["image"] // join.batch_images, join.num_ranges)
 
 
@@ -171,29 +168,25 @@ def _equal(join: _Join, cut: int) -> Iterator[Pairs]:
         own, theirs = join.entries("images", role, cut), join.entries("others", role, cut)
         table = candidates.Digests(theirs["words"], np.arange(len(theirs)))
         rows, places = table.equal(own["words"], is_swapped=False)
-        pairs = _numbered(own[rows], theirs[places], np.full(len(rows), distance))
-        yield candidates.earlier(pairs) if join.is_within else pairs
+        yield make_pairs(_images(own[rows]), _images(theirs[places]), distance)
 
 
 def _near(join: _Join, cut: int) -> Iterator[Pairs]:
     mask = mirrored(np.zeros(NUM_WORDS, np.uint64))
     for role, their_role in (("wholes", "parts"), ("parts", "wholes")):
-        theirs = join.by_key(_thinned(join.entries("others", their_role, cut)))
+        theirs = join.entries("others", their_role, cut)
+        theirs = theirs[candidates.first_of_each(theirs["words"], theirs["code"] % _MOST_WINDOWS)]
         for is_mirrored in (False, True):
             change = mask * np.uint64(is_mirrored)
             own = join.entries("images", role, cut ^ int(join.cuts(change[:1])[0]))
             own["words"] ^= change
-            own = join.by_key(own)
             for rows, places in _search(join, own, theirs):
                 bits = distances(own["words"][rows], theirs["words"][places])
                 kept = bits <= MOST_BITS
-                pairs = _numbered(own[rows[kept]], theirs[places[kept]], bits[kept])
-                pairs["here"] = _WINDOWS[role][own["code"][rows[kept]] % _MOST_WINDOWS]
-                pairs["there"] = _WINDOWS[their_role][theirs["code"][places[kept]] % _MOST_WINDOWS]
-                if is_mirrored:  # mirror the window back, since it was cut from the mirror image
-                    pairs["mirrored"] = True
-                    pairs["here"][:, 1::2] = 1 - pairs["here"][:, 3::-2]
-                yield candidates.earlier(pairs) if join.is_within else pairs
+                one, other = own[rows[kept]], theirs[places[kept]]
+                here = _WINDOWS[role][one["code"] % _MOST_WINDOWS]
+                there = _WINDOWS[their_role][other["code"] % _MOST_WINDOWS]
+                yield make_pairs(_images(one), _images(other), bits[kept], here, there, is_mirrored=is_mirrored)
 
 
 def _align_range(join: _Join, number: int) -> Path:
@@ -206,16 +199,14 @@ def _align_range(join: _Join, number: int) -> Path:
     for start in range(0, len(near), _PAIRS_LOADED):
         some = near[start : start + _PAIRS_LOADED]
         images, others = join.images.thumbnails(some["image"]), join.others.thumbnails(some["other"])
-        for at in range(0, len(some), candidates.PAIRS_AT_ONCE):
-            chosen = slice(at, at + candidates.PAIRS_AT_ONCE)
-            found.append(candidates.laid(some[chosen], images[chosen], others[chosen]))
+        found.append(candidates.laid(some, images, others))
     file = join.folder / f"found-{number}.npy"
     np.save(file, candidates.nearest(np.concatenate(found), candidates.MOST_CANDIDATES))
     return file
 
 
 def _search(join: _Join, own: _Entries, theirs: _Entries) -> Iterator[tuple[Int64s, Int64s]]:
-    """Find hashes whose first words are near, given entries by key: positions on both sides."""
+    """Find hashes whose first words are near: positions on both sides."""
     (words, codes), (their_words, their_codes) = (
         (np.ascontiguousarray(each["words"][:, 0]), np.ascontiguousarray(each["code"])) for each in (own, theirs)
     )
@@ -256,22 +247,8 @@ def _groups(keys: _Values, their_keys: _Values) -> Iterator[tuple[Int64s, Int64s
             yield order[start:end], their_order[low:high]
 
 
-def _thinned(entries: _Entries) -> _Entries:
-    """Keep the first few images of a hash of one window."""
-    first = entries["words"][:, 0]
-    order = np.argsort(first)
-    is_again = np.diff(first[order]) == 0
-    several = np.unique(np.concatenate([order[:-1][is_again], order[1:][is_again]]))
-    code, words = entries["code"][several], entries["words"][several]
-    columns = (code % _MOST_WINDOWS, words[:, 0], words[:, 1])
-    order = np.lexsort((code, *columns))
-    is_first = np.append(True, np.any([np.diff(each[order]) != 0 for each in columns], axis=0))[: len(order)]
-    return np.delete(entries, several[order[candidates.ranks(is_first) >= candidates.MOST_OF_ONE_HASH]])
-
-
-def _numbered(own: _Entries, theirs: _Entries, found: NDArray[Any]) -> Pairs:
-    images, others = own["code"] // _MOST_WINDOWS, theirs["code"] // _MOST_WINDOWS
-    return candidates.make_pairs(images, others, found, is_swapped=False)
+def _images(entries: _Entries) -> Int64s:
+    return entries["code"] // _MOST_WINDOWS
 
 
 def _band(words: NDArray[np.uint64], band: int) -> _Values:

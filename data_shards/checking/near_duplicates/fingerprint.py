@@ -1,9 +1,9 @@
 """Collections to compare, and the fingerprints of their images, cached on disk.
 
-A row has 40 bytes: 16 of the SHA-256 of the encoded image, two words, and their kind. The words are the perceptual hash
-of the whole image (see `perceptual_hash`), or 16 bytes of its pixels' SHA-256: images with hardly any contrast (the
-hash of a plain colour is noise) or below 16 pixels a side match by equal pixels alone. All windows are hashed from a
-grey thumbnail of 1,024 bytes.
+A row has 1,064 bytes: 16 of the SHA-256 of the encoded image, two words, their kind, and a grey thumbnail, from which
+all windows are hashed. The words are the perceptual hash of the whole image (see `perceptual_hash`), or 16 bytes of its
+pixels' SHA-256: images with hardly any contrast (the hash of a plain colour is noise) or below 16 pixels a side match
+by equal pixels alone.
 
 `shardvit/fingerprints` in the user's cache has a file per part, named by its digest, so a second check decodes nothing;
 it can be deleted at any time. 10^6 images take 1.1 GB, a photograph 1.2 ms on one core, mostly in libjpeg-turbo, a 32 x
@@ -12,10 +12,8 @@ it can be deleted at any time. 10^6 images take 1.1 GB, a photograph 1.2 ms on o
 
 import hashlib
 import os
-import struct
 import threading
 import warnings
-import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -35,20 +33,28 @@ from shardvit.data_shards.checking.near_duplicates.perceptual_hash import (
 )
 from shardvit.data_shards.durable import replaced
 from shardvit.data_shards.engines.engine import PartsEngine, local_engine
+from shardvit.data_shards.engines.threads import ThreadEngine, give_up_if_stopped
 from shardvit.data_shards.errors import CorruptSample, SampleError, UnreadableImage, UserError
 from shardvit.data_shards.images.decode import PixelLimit, read_image, read_reduced
-from shardvit.data_shards.processes import run_threads
 from shardvit.data_shards.reading.shard_reader import ShardReader
 from shardvit.data_shards.shards.shard_set import Damaged, ShardSet
 from shardvit.data_shards.store.store import Store
 
 _FEW = 1 << 17  # images whose kept files are looked at without starting workers: 0.2 s
-_VERSION = 2  # raised when the format changes
+_VERSION = 3  # raised when the format changes
 _LEAST_PIXELS = 2 * THUMBNAIL_PIXELS  # per side, kept by reduced decoding
 LEAST_SIDE = 16  # pixels; a smaller image has no hash
 LEAST_CONTRAST = 3.0  # standard deviation of the thumbnail's greys, 0 to 255
 
-ROW = np.dtype([("bytes_digest", np.uint64, 2), ("words", np.uint64, NUM_WORDS), ("kind", np.uint64)])
+ROW = np.dtype(
+    [
+        ("bytes_digest", np.uint64, 2),
+        ("words", np.uint64, NUM_WORDS),
+        ("kind", np.uint64),
+        ("thumbnail", np.uint8, (THUMBNAIL_PIXELS, THUMBNAIL_PIXELS)),
+    ]
+)
+Fingerprints = NDArray[Any]  # of ROW: a part's images
 
 
 class Kind(IntEnum):
@@ -58,13 +64,6 @@ class Kind(IntEnum):
     PIXELS = 1  # a digest of the pixels
     NOTHING = 2  # undecodable: only its bytes are known
     UNREAD = 3  # not even those
-
-
-class Fingerprints(NamedTuple):
-    """One part: `rows` of `ROW`, [images], and `thumbnails`, uint8 [images, 32, 32]."""
-
-    rows: NDArray[Any]
-    thumbnails: NDArray[np.uint8]
 
 
 class UnreadNow(UnreadableImage):
@@ -156,17 +155,12 @@ class FingerprintRequest:
     scratch: Path  # for other parts
     pixel_limit: PixelLimit
 
-    def kept_path(self, part: int) -> Path | None:
+    def files(self, part: int) -> tuple[Path, ...]:
+        """Files that may have a part, in order; one with images that cannot be read now is the last."""
         digest = self.collection.part_digest(part)
         key = repr((_VERSION, digest, self.pixel_limit.pixels))
-        return self.kept / f"{hashlib.sha256(key.encode()).hexdigest()[:40]}.npz" if digest else None
-
-    def scratch_path(self, part: int) -> Path:
-        return self.scratch / f"{self.collection.digest}-{part}.npz"
-
-    def files(self, part: int) -> tuple[Path, ...]:
-        kept = self.kept_path(part)
-        return (*([kept] if kept else ()), self.scratch_path(part))
+        kept = [self.kept / f"{hashlib.sha256(key.encode()).hexdigest()[:40]}.npy"] if digest else []
+        return (*kept, self.scratch / f"{self.collection.digest}-{part}.npy")
 
 
 @dataclass(frozen=True)
@@ -185,7 +179,8 @@ class KeptFingerprints:
 
     def load(self, part: int) -> Fingerprints:
         """Load a part; if its process crashed, all rows are `UNREAD`."""
-        return _read(self.files[part], self.sizes[part]) or _nothing(self.sizes[part])
+        found = _read(self.files[part], self.sizes[part])
+        return _nothing(self.sizes[part]) if found is None else found
 
     def thumbnails(self, images: NDArray[np.int64]) -> NDArray[np.uint8]:
         """Read those of `images`, numbered across parts, uint8 [images, 32, 32]; opens each file once."""
@@ -194,7 +189,7 @@ class KeptFingerprints:
         for part in np.unique(parts):
             rows = np.flatnonzero(parts == part)
             file = next(file for file in self.files[part] if file.is_file())
-            found[rows] = _mapped(file, "thumbnails")[images[rows] - self.starts[part]]
+            found[rows] = np.load(file, mmap_mode="r")["thumbnail"][images[rows] - self.starts[part]]
         return found
 
 
@@ -220,66 +215,62 @@ def make_fingerprints(
         done(made[0])
         undecoded += made[1]
 
-    if collection.read_by == "processes":
-        is_little = sum(collection.sizes) <= _FEW and all(any(map(Path.is_file, each)) for each in files)
-        made = (local_engine(1) if is_little else engine).run(_make_part, request, parts, done=add)
-        for part in parts:
-            if part not in made:
-                undecoded += collection.sizes[part]  # its worker crashed
-            elif not any(map(Path.is_file, files[part])):
-                raise UserError(f"{request.kept}: workers do not write into this machine's folder: name a shared one")
-    else:
-        stop = threading.Event()
-        # Silence Pillow on large photographs and odd metadata. The filter is process-wide, so it is set around threads.
-        with warnings.catch_warnings(action="ignore"):
-            each_part = [(request, part, stop) for part in parts]
-            for each in run_threads(_make_part, each_part, threads=engine.workers, stop=stop):
-                add(each)
+    if sum(collection.sizes) <= _FEW and all(any(map(Path.is_file, each)) for each in files):
+        engine = local_engine(1)
+    elif collection.read_by == "threads":
+        engine = ThreadEngine(engine.workers)
+    # Silence Pillow on large photographs and odd metadata. The filter is process-wide, so it is set around threads.
+    with warnings.catch_warnings(action="ignore"):
+        made = engine.run(_make_part, request, parts, done=add)
+    for part in parts:
+        if part not in made:
+            undecoded += collection.sizes[part]  # its worker crashed
+        elif not any(map(Path.is_file, files[part])):
+            raise UserError(f"{request.kept}: workers do not write into this machine's folder: name a shared one")
     return KeptFingerprints(collection.name, collection.digest, tuple(collection.sizes), files), undecoded
 
 
-def _make_part(request: FingerprintRequest, part: int, stop: threading.Event | None = None) -> tuple[int, int]:
+def _make_part(request: FingerprintRequest, part: int) -> tuple[int, int]:
     """Return the part's number of images, and of undecodable ones."""
     size = request.collection.sizes[part]
-    found = _read(request.files(part), size) or _made(request, part, stop)
-    return size, int((found.rows["kind"] >= Kind.NOTHING).sum())
+    found = _read(request.files(part), size)
+    if found is None:
+        found = _made(request, part)
+    return size, int((found["kind"] >= Kind.NOTHING).sum())
 
 
-def _made(request: FingerprintRequest, part: int, stop: threading.Event | None) -> Fingerprints:
+def _made(request: FingerprintRequest, part: int) -> Fingerprints:
     size = request.collection.sizes[part]
-    path = request.kept_path(part)
+    files = request.files(part)
+    path, passing = files[0], files[-1]
     found = _nothing(size)
     with warnings.catch_warnings(action="ignore"):
         for row in range(size):
-            if stop is not None and stop.is_set():
-                return found
+            give_up_if_stopped()
             try:
                 data = request.collection.read(part, row)
-            except UnreadablePart:
-                path = None
-                break
-            except UnreadNow:
-                path = None
+            except UnreadableImage as error:
+                if isinstance(error, UnreadNow):
+                    path = passing
+                if isinstance(error, UnreadablePart):
+                    break
                 continue
-            except UnreadableImage:
-                continue
-            _fill(found.rows[row], found.thumbnails[row], data, limit=request.pixel_limit)
-    hashed = np.flatnonzero(found.rows["kind"] == Kind.HASH)
-    found.rows["words"][hashed] = hash_windows(found.thumbnails[hashed], WHOLE[:1])[:, 0]
-    path = path or request.scratch_path(part)
+            _fill(found[row], data, limit=request.pixel_limit)
+    hashed = np.flatnonzero(found["kind"] == Kind.HASH)
+    found["words"][hashed] = hash_windows(found["thumbnail"][hashed], WHOLE[:1])[:, 0]
     path.parent.mkdir(parents=True, exist_ok=True)
-    with replaced(path, sync="none", writers="several") as beside, open(beside, "wb") as stream:
-        np.savez(stream, allow_pickle=False, **found._asdict())
+    with replaced(path, writers="several") as beside, open(beside, "wb") as stream:
+        np.save(stream, found)
     return found
 
 
-def _fill(row: Any, small: NDArray[np.uint8], data: bytes, *, limit: PixelLimit) -> None:
+def _fill(row: Any, data: bytes, *, limit: PixelLimit) -> None:
     row["bytes_digest"] = np.frombuffer(hashlib.sha256(data).digest()[:16], np.uint64)
     row["kind"] = Kind.NOTHING
     try:
         height, width, greys = read_reduced(data, least_pixels=_LEAST_PIXELS, colours="GRAY", limit=limit)
-        small[:] = thumbnail(greys)
-        if min(height, width) >= LEAST_SIDE and small.std() >= LEAST_CONTRAST:
+        row["thumbnail"] = thumbnail(greys)
+        if min(height, width) >= LEAST_SIDE and row["thumbnail"].std() >= LEAST_CONTRAST:
             row["kind"] = Kind.HASH
             return
         pixels = read_image(data, limit=limit).pixels()
@@ -292,29 +283,16 @@ def _fill(row: Any, small: NDArray[np.uint8], data: bytes, *, limit: PixelLimit)
 def _nothing(size: int) -> Fingerprints:
     rows = np.zeros(size, ROW)
     rows["kind"] = Kind.UNREAD
-    return Fingerprints(rows, np.zeros((size, THUMBNAIL_PIXELS, THUMBNAIL_PIXELS), np.uint8))
+    return rows
 
 
 def _read(files: Sequence[Path], size: int) -> Fingerprints | None:
     """None if the file is missing or incomplete."""
-    for path in filter(Path.is_file, files):
+    for path in files:
         try:
-            # opened here: numpy does not close an incomplete file
-            with open(path, "rb") as stream, np.load(stream, allow_pickle=False) as content:
-                found = Fingerprints(content["rows"], content["thumbnails"])
-        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+            found = np.load(path, allow_pickle=False)
+        except (OSError, ValueError, EOFError):
             continue
-        if all(a.dtype == b.dtype and a.shape == b.shape for a, b in zip(found, _nothing(size), strict=True)):
+        if found.dtype == ROW and found.shape == (size,):
             return found
     return None
-
-
-def _mapped(path: Path, name: str) -> NDArray[np.uint8]:
-    """Map an array of bytes inside an uncompressed .npz file."""
-    with zipfile.ZipFile(path) as archive, open(path, "rb") as stream:
-        start = archive.getinfo(f"{name}.npy").header_offset
-        stream.seek(start + 26)  # of the lengths of the local header's name and of what comes behind it
-        stream.seek(start + 30 + sum(struct.unpack("<HH", stream.read(4))))
-        np.lib.format.read_magic(stream)
-        shape, *_ = np.lib.format.read_array_header_1_0(stream)
-        return np.memmap(stream, np.uint8, "r", stream.tell(), shape)

@@ -10,10 +10,9 @@ import time
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, cast
 
 from shardvit.data_shards.durable import locked, replaced
 from shardvit.data_shards.errors import UserError
@@ -21,7 +20,7 @@ from shardvit.data_shards.progress_line import LINE_SECONDS
 from shardvit.data_shards.shards.location import is_local, local_path, redacted
 from shardvit.data_shards.shards.shard_set import Report
 from shardvit.data_shards.shards.tar_walk import Pread
-from shardvit.data_shards.store.ranges import read_range, stat_url
+from shardvit.data_shards.store.ranges import open_file, read_range, stat_url
 from shardvit.data_shards.text import show_bytes
 
 _COPY_BYTES = 1 << 20
@@ -52,8 +51,7 @@ def decompressed(archive: str, plain: Path, *, report: Report) -> None:
         with locked(lock := plain.with_suffix(".lock")):
             try:
                 if not plain.exists():  # another may have made it meanwhile
-                    with replaced(plain) as beside:
-                        _decompress(archive, num_bytes, beside, report)
+                    _decompress(archive, plain, report)
             finally:
                 lock.unlink(missing_ok=True)  # who waits for it has it open
     except OSError as error:
@@ -63,13 +61,9 @@ def decompressed(archive: str, plain: Path, *, report: Report) -> None:
         ) from None
 
 
-def _decompress(archive: str, num_bytes: int, target: Path, report: Report) -> None:
+def _decompress(archive: str, target: Path, report: Report) -> None:
     last_line = time.monotonic()
-    with (
-        open_bytes(archive, num_bytes) as read,
-        open(target, "wb") as plain,
-        gunzipped(read, name=redacted(archive)) as stream,
-    ):
+    with replaced(target) as beside, open(beside, "wb") as plain, gunzipped(archive) as stream:
         while data := stream.read(_COPY_BYTES):
             plain.write(data)
             if time.monotonic() - last_line >= LINE_SECONDS:
@@ -78,26 +72,13 @@ def _decompress(archive: str, num_bytes: int, target: Path, report: Report) -> N
 
 
 @contextmanager
-def gunzipped(read: Pread, *, name: str) -> Iterator[IO[bytes]]:
-    """Decompress while reading; UserError if that fails."""
+def gunzipped(location: str) -> Iterator[IO[bytes]]:
+    """Decompress a path or URL while reading; UserError if that fails."""
     try:
-        with gzip.GzipFile(fileobj=cast(Any, _InOrder(read))) as stream:
+        with open_file(location, ahead_bytes=_AHEAD_BYTES) as packed, gzip.GzipFile(fileobj=packed) as stream:
             yield cast(IO[bytes], stream)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise UserError(f"{name}: it cannot be decompressed ({error}); fetch it again") from None
-
-
-@dataclass
-class _InOrder:
-    """Just enough of a file for gzip."""
-
-    pread: Pread
-    position: int = 0
-
-    def read(self, size: int) -> bytes:
-        data = self.pread(size, self.position)
-        self.position += len(data)
-        return data
+        raise UserError(f"{redacted(location)}: it cannot be decompressed ({error}); fetch it again") from None
 
 
 @contextmanager

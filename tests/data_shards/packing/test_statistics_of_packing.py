@@ -6,6 +6,7 @@ import pandas as pd
 import pytest
 
 from shardvit.data_shards.engines.engine import LocalEngine
+from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.packing.image import Resize
 from shardvit.data_shards.packing.pack import pack
 from shardvit.data_shards.sets.statistics import STATISTICS_FILE
@@ -33,6 +34,10 @@ def table(folder: Path) -> pd.DataFrame:
 def test_packing_and_check_write_the_same_table(images: Path, tmp_path: Path):
     pack(str(images), tmp_path / "set", **OPTIONS)
     packed = {split: table(tmp_path / "set" / split) for split in ("train", "val")}
+    with pytest.raises(UserError, match="remove it first"):  # it would lose the paths
+        looked_at(tmp_path / "set", decode=True, statistics=True)
+    for split in packed:
+        (tmp_path / "set" / split / STATISTICS_FILE).unlink()
     looked_at(tmp_path / "set", decode=True, statistics=True)
     for split, ours in packed.items():
         checked = table(tmp_path / "set" / split)
@@ -60,6 +65,8 @@ def test_the_summary_counts_what_packing_left_out(images: Path, tmp_path: Path):
 def test_reduced_images_have_the_sizes_and_bytes_of_the_shards(images: Path, tmp_path: Path):
     pack(str(images), tmp_path / "set", resize=Resize(5), **OPTIONS)
     ours = table(tmp_path / "set" / "train")
+    for split in ("train", "val"):
+        (tmp_path / "set" / split / STATISTICS_FILE).unlink()
     looked_at(tmp_path / "set", decode=True, statistics=True)
     checked = table(tmp_path / "set" / "train")
     same = ["key", "labels", "width", "height", "bytes", "digest", "duplicate"]

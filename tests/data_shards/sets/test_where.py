@@ -134,6 +134,11 @@ def test_what_is_neither_true_nor_false_is_refused(text: str, table: Path):
         found(text, table)
 
 
+def test_a_comparison_of_a_number_with_a_text_is_explained_in_full(table: Path):
+    with pytest.raises(UserError, match=r"cannot be evaluated .*int.*str"):
+        found("width > 'x'", table)
+
+
 def test_nothing_is_found_outside_the_table(table: Path):
     columns = pq.ParquetFile(table).schema_arrow.names
     assert parse_where("width > 1 and class_name == 'x'", columns=columns).names == ("class_name", "width")

@@ -6,7 +6,6 @@ read: extension types, which other programs unpickle, are refused, and nothing b
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -14,8 +13,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from shardvit.data_shards.errors import UserError
-from shardvit.data_shards.shards.location import is_local, redacted
-from shardvit.data_shards.store.ranges import RangedFile
+from shardvit.data_shards.shards.location import redacted
+from shardvit.data_shards.store.ranges import open_file
 from shardvit.data_shards.text import parse_json
 from shardvit.data_shards.vocabulary import LabelKind
 
@@ -157,7 +156,7 @@ def reading(location: str) -> Iterator[None]:
 def _parquet(location: str) -> Iterator[Any]:
     import pyarrow.parquet as pq
 
-    with _opened(location) as source:
+    with open_file(location, ahead_bytes=_READ_BYTES) as source:
         yield pq.ParquetFile(source, buffer_size=_READ_BYTES, pre_buffer=False)
 
 
@@ -166,7 +165,7 @@ def _arrow(location: str, fields: list[int] | None) -> Iterator[Any]:
     from pyarrow import ArrowInvalid, ipc
 
     options = ipc.IpcReadOptions(included_fields=fields, use_threads=False)
-    with _opened(location) as source:
+    with open_file(location, ahead_bytes=_READ_BYTES) as source:
         try:
             reader = ipc.open_file(source, options=options)
         except ArrowInvalid:  # Hugging Face's `save_to_disk` writes streams
@@ -178,12 +177,6 @@ def _arrow(location: str, fields: list[int] | None) -> Iterator[Any]:
 
 def _is_file(reader: Any) -> bool:
     return hasattr(reader, "num_record_batches")
-
-
-def _opened(location: str) -> Any:
-    if is_local(location):
-        return open(location, "rb")
-    return io.BufferedReader(RangedFile(location), _READ_BYTES)
 
 
 def _is_parquet(location: str) -> bool:

@@ -111,7 +111,7 @@ def _matched(
     if repeated:
         what = named([names[row] for row in repeated], most=3)
         raise UserError(
-            f"{labels.file}: {counted(len(repeated), 'row')} name an image again ({what}); keep one of each"
+            f"{labels.file}: {counted(len(repeated), 'row')} of an image that another row names ({what}); keep one"
         )
     if not known:
         example = f" such as {stranger}" if stranger else ""

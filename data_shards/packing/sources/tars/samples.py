@@ -125,11 +125,11 @@ def set_source(sets: Mapping[SplitName, ShardSet], *, spec: str, unpacking: Unpa
 
 def _peeked(location: str) -> tuple[set[str], list[str]]:
     num_bytes, stamp = state_of(location)
-    with open_bytes(location, num_bytes, stamp=stamp) as read:
-        if not is_gzipped(location):
+    if not is_gzipped(location):
+        with open_bytes(location, num_bytes, stamp=stamp) as read:
             return peek(read, num_bytes)
-        with gunzipped(read, name=redacted(location)) as stream:
-            head = stream.read(_PEEKED_BYTES)
+    with gunzipped(location) as stream:
+        head = stream.read(_PEEKED_BYTES)
     return peek(lambda size, offset: head[offset : offset + size], len(head))
 
 
