@@ -9,7 +9,7 @@ import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, takewhile
 from pathlib import Path
 from typing import Literal
 
@@ -139,18 +139,18 @@ def scan_folder(folder: Path) -> tuple[list[str], list[str], list[str]]:
 
 def walk_folder(root: Path, start: str = "") -> tuple[list[str], list[str]]:
     """List visible images and other files below ROOT/start, relative to `root`, as `walk` does."""
-    return walk(lambda folder: scan_folder(root / folder), start, place=lambda folder: os.path.realpath(root / folder))
+    return gathered(
+        walk(lambda each: scan_folder(root / each), start, place=lambda each: os.path.realpath(root / each))
+    )
 
 
 def walk(
     scan: Callable[[str], tuple[list[str], list[str], list[str]]], start: str, *, place: Callable[[str], str] = str
-) -> tuple[list[str], list[str]]:
-    """List images and other files below a folder, depth first in code-point order; `scan` lists one folder.
+) -> Iterator[tuple[list[str], list[str]]]:
+    """Yield each folder's images and other files, depth first in code-point order; `scan` lists one folder.
 
     A folder whose `place` was visited already (by a symbolic link) is passed over.
     """
-    all_images: list[str] = []
-    all_others: list[str] = []
     seen: set[str] = set()
     stack = [start]
     while stack:
@@ -158,12 +158,22 @@ def walk(
         if place(folder) in seen:
             continue
         seen.add(place(folder))
-        folders, images, others = scan(folder)
+        folders, *files = scan(folder)
         above = f"{folder}/" if folder else ""
-        all_images += [f"{above}{name}" for name in images]
-        all_others += [f"{above}{name}" for name in others]
+        images, others = ([f"{above}{name}" for name in names] for names in files)
+        yield images, others
         stack.extend(f"{above}{name}" for name in reversed(folders))
-    return all_images, all_others
+
+
+def gathered(folders: Iterable[tuple[list[str], list[str]]]) -> tuple[list[str], list[str]]:
+    """Concatenate what `walk` yields."""
+    images, others = [*zip(*folders, strict=True)]
+    return [*chain.from_iterable(images)], [*chain.from_iterable(others)]
+
+
+def num_shared(paths: Iterable[Sequence[str]]) -> int:
+    """Count the leading parts that all paths have."""
+    return len([*takewhile(lambda column: len({*column}) == 1, zip(*paths, strict=False))])
 
 
 def is_image(name: str) -> bool:

@@ -16,12 +16,12 @@ from shardvit.data_shards.packing.sources.imagenet import is_class_tar
 from shardvit.data_shards.packing.sources.label_list import LabelList, label_list_source
 from shardvit.data_shards.packing.sources.tables.columns import TABLES, is_table
 from shardvit.data_shards.packing.sources.tables.joined_labels import is_held, join_labels
-from shardvit.data_shards.packing.sources.tables.table_source import table_source, tables_in
+from shardvit.data_shards.packing.sources.tables.table_source import table_source
 from shardvit.data_shards.packing.sources.tars.samples import (
     ONLY_SAMPLES,
-    SPLITS,
     SampleOptions,
     Unfit,
+    absolute,
     set_source,
     tar_source,
 )
@@ -33,8 +33,8 @@ from shardvit.data_shards.shards.manifest import manifest_at, split_manifest
 from shardvit.data_shards.shards.shard_set import ShardSet
 from shardvit.data_shards.store.ranges import stat_url
 from shardvit.data_shards.store.store import Store
-from shardvit.data_shards.vocabulary import SPLIT_FOLDERS
 
+_SPLITS: tuple[SplitName, ...] = ("train", "val", "test")
 _IMG2DATASET = re.compile(r"\d+_stats\.json")
 
 
@@ -45,53 +45,42 @@ def elsewhere_source(
     if spec.startswith(PIPE):
         raise UserError(f"{redacted(spec)} is a command, whose output can be read only once; give the files themselves")
     path = local_path(spec).expanduser() if is_local(spec) else None
-    if path is None or (("{" in spec or "::" in spec) and not path.exists()):
-        tars = [
-            str(local_path(each).expanduser().absolute()) if is_local(each) else each for each in expand_braces(spec)
-        ]
-        if source := _files_source(spec, tars, options, labels=labels, unpacking=unpacking, unfit=unfit):
+    is_file = path is not None and path.is_file()
+    is_pattern = path is None or (("{" in spec or "::" in spec) and not path.exists())
+    if options.where is None and (
+        is_pattern or (is_file and (is_table(spec) or (is_tar(spec) and (options.label or labels))))
+    ):
+        files = expand_braces(spec) if is_pattern else [spec]
+        if source := _files_source(spec, files, options, labels=labels, unpacking=unpacking, unfit=unfit):
             return source
-        if len(tars) > 1 or path is not None:
+        if len(files) > 1 or path is not None:
             kinds = ", ".join((*SUFFIXES, *TABLES))
             raise UserError(f"{redacted(spec)}: a pattern stands for tars or tables ({kinds}); give one folder")
-    elif path.is_file() and (is_table(spec) or (is_tar(spec) and (options.label or labels))):
-        place = [str(path.absolute())]
-        return _files_source(spec, place, options, labels=labels, unpacking=unpacking, unfit=unfit)
-    elif not path.is_dir() and split_manifest(spec)[0] == spec:
-        return None
-    if sets := _sets(spec):
-        if options != SampleOptions():
+    if sets := {} if is_file and split_manifest(spec)[0] == spec else _sets(spec, where=options.where):
+        if options != SampleOptions(where=options.where):
             raise UserError(f"{redacted(spec)} is a packed set, which says its labels; leave out --label and the like")
         source = set_source(sets, spec=spec, unpacking=unpacking)
         return source if labels is None else join_labels(source, labels)
+    if options.where is not None:
+        raise UserError(f"--where: {redacted(spec)} is no packed set, so it has no statistics; pack it first")
     if path is not None:
         return None
     return tree_source(list_tree(spec), options, labels=labels, unpacking=unpacking, unfit=unfit)
-
-
-def chosen_source(spec: str, options: SampleOptions, *, unpacking: Unpacking) -> Source:
-    """Open the samples of a packed set of which `options.where` is true; UserError as in `sets.where`."""
-    if options != SampleOptions(where=options.where):
-        raise UserError(f"{redacted(spec)}: a packed set says its labels; leave out --label and the like with --where")
-    if sets := _sets(spec, where=options.where):
-        return set_source(sets, spec=spec, unpacking=unpacking)
-    raise UserError(f"--where: {redacted(spec)} is no packed set, so it has no statistics; pack it first")
 
 
 def tree_source(
     tree: FolderTree, options: SampleOptions, *, labels: LabelList | None, unpacking: Unpacking, unfit: Unfit
 ) -> Source:
     """Open a folder of tars, of tables, of samples in files, of class folders, or of images with a list of labels."""
-    tars = _tars(tree)
-    if tars and options.label is None and all(map(is_class_tar, tars)):
-        options = replace(options, label="tar")
-    if files := tars or tables_in(tree):
+    if files := _packed(tree):
+        if options.label is None and all(map(is_class_tar, files)):
+            options = replace(options, label="tar")
         places = [*map(tree.place, files)]
         if source := _files_source(tree.spec, places, options, labels=labels, unpacking=unpacking, unfit=unfit):
             return source
     folders, images, others = tree.scan("")
     if options.label is not None and labels is None and not (folders and images):
-        root = tree.place("")
+        root = absolute(tree.location)
         return tar_source(tree.spec, folders or [""], options, root=root, unpacking=unpacking, unfit=unfit)
     if options != SampleOptions():
         raise UserError(f"{tree.spec}: {ONLY_SAMPLES}")
@@ -110,6 +99,7 @@ def _files_source(
     spec: str, files: list[str], options: SampleOptions, *, labels: LabelList | None, unpacking: Unpacking, unfit: Unfit
 ) -> Source | None:
     """Open tars or tables; None if they are neither."""
+    files = [*map(absolute, files)]
     if all(map(is_tar, files)):
         if (options.image_column, options.label_column) != (None, None):
             raise UserError(f"{redacted(spec)}: --image-column and --label-column are for tables; tars have --label")
@@ -134,23 +124,19 @@ def _sets(spec: str, *, where: str | None = None) -> dict[SplitName, ShardSet]:
 
     places: dict[SplitName, str] = {"train": spec} if is_set(spec) else {}
     if not places and split_manifest(spec)[0] == spec:
-        tops = [top for top in ("train", "val", "test") if is_set(join(spec, top))]
-        places = {SPLITS[top]: join(spec, top) for top in tops}
-        if tops and tops[0] != "train":
-            raise UserError(f"{redacted(spec)}: it holds {', '.join(tops)} without train; give one of them")
+        places = {split: join(spec, split) for split in _SPLITS if is_set(join(spec, split))}
+        if places and "train" not in places:
+            raise UserError(f"{redacted(spec)}: it holds {', '.join(places)} without train; give one of them")
     if where is not None:
         return {split: open_where(place, where, store=Store()) for split, place in places.items()}
     return {split: open_shards(place) for split, place in places.items()}
 
 
-def _tars(tree: FolderTree) -> list[str]:
-    """Name the tars of a folder, or of its train, val and test, if there is nothing else to pack."""
-    folders, images, others = tree.scan("")
-    if "train" in folders and {*folders} <= {*SPLIT_FOLDERS} and not images:
-        inside = {top: tree.scan(top) for top in folders}
-    else:
-        inside = {"": (folders, images, others)}
-    found = [(top, name) for top, (_, _, names) in inside.items() for name in names if is_tar(name)]
-    if any(folders or images for folders, images, _ in inside.values()) or {top for top, _ in found} != {*inside}:
-        return []
-    return [f"{top}/{name}".lstrip("/") for top, name in found]
+def _packed(tree: FolderTree) -> list[str]:
+    """Name the tars below a folder, or else the tables; none if there is an image among them."""
+    found: list[str] = []
+    for images, others in tree.folders():
+        if images:
+            return []
+        found += others
+    return [*filter(is_tar, found)] or [*filter(is_table, found)]

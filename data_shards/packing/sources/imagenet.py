@@ -14,7 +14,6 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -37,6 +36,7 @@ from shardvit.data_shards.packing.sources.base import (
     class_images,
     is_image,
     left_out_notes,
+    num_shared,
 )
 from shardvit.data_shards.packing.sources.label_list import read_lines
 from shardvit.data_shards.packing.sources.located import LocatedFiles
@@ -214,8 +214,7 @@ def _splits(by_folder: dict[str, list[int]]) -> tuple[dict[SplitName, dict[str, 
     """Group rows by split, train first, and class; also return those outside class folders."""
     folders = [folder.split("/") for folder in by_folder]
     # leading folders that all images share; a lone folder is a class
-    shared = len([*takewhile(lambda column: len({*column}) == 1, zip(*folders, strict=False))])
-    shared = len(folders[0]) - 1 if len(folders) == 1 else shared
+    shared = len(folders[0]) - 1 if len(folders) == 1 else num_shared(folders)
     tops = {parts[shared] for parts in folders if len(parts) > shared}
     has_splits = bool(tops) and tops <= _SPLITS.keys()
     splits: dict[SplitName, dict[str, list[int]]] = {"train": {}, "val": {}, "test": {}}

@@ -190,21 +190,10 @@ def _numbered_row(file: Path, line: int, text: str, *, root: Path) -> LabelRow:
 
 
 def _read_rows(labels: LabelList, *, tree: FolderTree, problems: list[str]) -> tuple[bool, list[LabelRow]]:
-    match labels.file.suffix.lower():
-        case ".csv":
-            found = list(_csv_rows(labels))
-            is_multi, texts = parsed_texts([value for *_, value in found], labels)
-            entries: list[tuple[int, Any, list[Any]]] = [
-                (line, path, values) for (line, path, _), values in zip(found, texts, strict=True)
-            ]
-        case ".jsonl":
-            found = list(jsonl_rows(labels))
-            is_multi = any(isinstance(value, list) for _, _, value in found)
-            entries = [(line, path, value if isinstance(value, list) else [value]) for line, path, value in found]
-        case _:
-            raise UserError(f"{labels.file}: a list of labels must be a .csv or .jsonl file; convert it or rename it")
+    found = [*read_entries(labels)]
+    is_multi, each = parsed([value for *_, value in found], labels)
     rows: list[LabelRow] = []
-    for line, path, values in entries:
+    for (line, path, _), values in zip(found, each, strict=True):
         try:
             with at_line(labels.file, line):
                 rows.append(_row(line, path, values, tree=tree))
@@ -213,12 +202,32 @@ def _read_rows(labels: LabelList, *, tree: FolderTree, problems: list[str]) -> t
     return is_multi, rows
 
 
-def parsed_texts(texts: Sequence[str], labels: LabelList) -> tuple[bool, list[list[Label]]]:
-    """Read the labels of a CSV: whether images have several, and each one's names, or numbers if all are such."""
+def read_entries(labels: LabelList) -> Iterator[tuple[int, Any, Any]]:
+    """Yield (line, path, label or labels); UserError for a line without them, and for other files."""
+    match labels.file.suffix.lower():
+        case ".csv":
+            yield from _csv_rows(labels)
+        case ".jsonl":
+            yield from _jsonl_rows(labels)
+        case _:
+            what = "a list of labels must be a .csv or .jsonl file, or a table (.parquet, .arrow)"
+            raise UserError(f"{labels.file}: {what}; convert it or rename it")
+
+
+def parsed(values: Sequence[Any], labels: LabelList) -> tuple[bool, list[list[Any]]]:
+    """Read entries' labels: whether images have several, and each one's."""
+    if labels.file.suffix.lower() == ".csv":
+        return _parsed_texts(values, labels)
+    is_multi = any(isinstance(value, list | tuple) for value in values)
+    return is_multi, [[*value] if isinstance(value, list | tuple) else [value] for value in values]
+
+
+def _parsed_texts(texts: Sequence[str], labels: LabelList) -> tuple[bool, list[list[Label]]]:
+    """Read the labels of a CSV: names, or numbers if all are such."""
     is_multi = any(_SEPARATOR in text for text in texts)
-    parts = [text.split(_SEPARATOR) if text.strip() or not is_multi else [] for text in texts]
+    parts = [[text] for text in texts]
     if is_multi:
-        parts = [[part.strip() for part in each] for each in parts]
+        parts = [[part.strip() for part in text.split(_SEPARATOR)] if text.strip() else [] for text in texts]
     names = set(_class_names(labels.class_names) if labels.class_names else ())
     found = {part for each in parts for part in each}
     if not found <= names and all(re.fullmatch(r"[0-9]{1,18}", part) for part in found):
@@ -257,14 +266,13 @@ def _csv_rows(labels: LabelList) -> Iterator[tuple[int, str, str]]:
             )
         path, label = map(header.index, columns)
         for fields in filter(None, reader):
-            with at_line(labels.file, reader.line_num):
-                if len(fields) != len(header):
+            if len(fields) != len(header):
+                with at_line(labels.file, reader.line_num):
                     raise ValueError(f"{len(fields)} fields where the first line has {len(header)}")
             yield reader.line_num, fields[path], fields[label]
 
 
-def jsonl_rows(labels: LabelList) -> Iterator[tuple[int, Any, Any]]:
-    """Yield (line, path, label or labels); UserError names a line without them."""
+def _jsonl_rows(labels: LabelList) -> Iterator[tuple[int, Any, Any]]:
     for line, text in read_lines(labels.file):
         with at_line(labels.file, line):
             entry = parse_json(text)

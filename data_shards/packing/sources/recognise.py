@@ -9,7 +9,7 @@ from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.packing.sources import arrays, imagenet, oxford
 from shardvit.data_shards.packing.sources.archive import Unpacking, is_archive, open_files
 from shardvit.data_shards.packing.sources.base import SUFFIXES, Source
-from shardvit.data_shards.packing.sources.elsewhere import chosen_source, elsewhere_source, tree_source
+from shardvit.data_shards.packing.sources.elsewhere import elsewhere_source, tree_source
 from shardvit.data_shards.packing.sources.label_list import (
     VTAB_TEST,
     VTAB_TRAIN,
@@ -57,14 +57,13 @@ def open_source(
 
     `labels` replaces the layout's labels. `unfit`: refuse (UserError) or skip empty class folders and stray images.
     """
-    if samples.where is not None:
-        return chosen_source(spec, samples, unpacking=unpacking)
-    if labels is not None and spec in _NAMED:
+    named = _NAMED.get(spec) if samples.where is None else None
+    if named and (labels is not None or samples != SampleOptions()):
         raise UserError(f"{spec}: these images have labels of their own; leave out labels or give a folder")
-    if labels is not None or spec in _NAMED:
+    if labels is not None or named:
         published.refuse(because="it is for published data sets with labels of their own")
-    if spec in _NAMED:
-        return _NAMED[spec]()
+    if named:
+        return named()
     if source := elsewhere_source(spec, samples, labels=labels, unpacking=unpacking, unfit=unfit):
         published.refuse(because=f"{source.spec} is no published set that it is for")
         return source
@@ -88,20 +87,13 @@ def open_source(
         raise UserError(f"{spec}: the folder cannot be listed ({error.strerror})") from None
     if not names:
         raise UserError(f"{spec}: the folder is empty; expected is {_LAYOUT}")
-    if labels is not None:
-        return tree_source(local_tree(root), samples, labels=labels, unpacking=unpacking, unfit=unfit)
-    is_idx = any(name.removesuffix(".gz") in arrays.IDX_NAMES for name in names)
-    if (
-        not is_idx
-        and samples == SampleOptions()
-        and (source := _published_folder(root, published, unpacking=unpacking, unfit=unfit))
-    ):
-        return source
-    source = (
-        arrays.idx_source(root)
-        if is_idx
-        else tree_source(local_tree(root), samples, labels=None, unpacking=unpacking, unfit=unfit)
-    )
+    if labels is None and any(name.removesuffix(".gz") in arrays.IDX_NAMES for name in names):
+        source = arrays.idx_source(root)
+    else:
+        is_plain = labels is None and samples == SampleOptions()
+        if is_plain and (source := _published_folder(root, published, unpacking=unpacking, unfit=unfit)):
+            return source
+        source = tree_source(local_tree(root), samples, labels=labels, unpacking=unpacking, unfit=unfit)
     published.refuse(because=f"{source.spec} is no published set that it is for")
     return source
 

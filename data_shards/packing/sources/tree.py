@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from array import array
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from shardvit.data_shards.errors import UserError
-from shardvit.data_shards.packing.sources.base import is_image, scan_folder, walk
+from shardvit.data_shards.packing.sources.base import gathered, is_image, scan_folder, walk
 from shardvit.data_shards.packing.sources.located import ABSENT, Container, LocatedFiles, folder_files, stamp_of
 from shardvit.data_shards.shards.location import is_local, join, local_path, redacted
 from shardvit.data_shards.store.ranges import list_url
@@ -52,6 +52,10 @@ class FolderTree:
 
     def walk(self, folder: str) -> tuple[list[str], list[str]]:
         """List images and other files below a folder, depth first."""
+        return gathered(self.folders(folder))
+
+    def folders(self, folder: str = "") -> Iterator[tuple[list[str], list[str]]]:
+        """Yield the images and other files of each folder below one, depth first."""
         return walk(self.scan, folder, place=lambda each: os.path.realpath(self.place(each)) if self.root else each)
 
 

@@ -81,11 +81,12 @@ def check(
 
     --against finds copies that were re-encoded, resized, squeezed, mirrored,
     turned grey, given a border, cropped to the centre square or to 70 % of each
-    side anywhere (to 90 % if the smaller set has 500,000 images), or several of these.
-    Doubtful pairs are listed as unsure and are no problems. Missed: copies that
-    are rotated, upside down, cropped further, tinted, much brighter or darker, in
-    a collage, or with text or logos on more than a 64th of the area. Images below
-    16 pixels a side or without contrast match only by equal pixels.
+    side anywhere (to 90 %, if both sets have 500,000 images or more), or
+    several of these. Doubtful pairs are listed as unsure and are no problems.
+    Missed: copies that are rotated, upside down, cropped further, tinted, much
+    brighter or darker, in a collage, or with text or logos on more than a 64th
+    of the area. Images below 16 pixels a side or without contrast match only by
+    equal pixels.
 
     Some examples:
         shardvit check shards/photos

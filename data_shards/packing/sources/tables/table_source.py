@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import PurePosixPath
@@ -17,10 +17,10 @@ from pathlib import PurePosixPath
 import numpy as np
 
 from shardvit.data_shards.errors import UserError
-from shardvit.data_shards.packing.sources.archive import Unpacking, is_tar
-from shardvit.data_shards.packing.sources.base import Source, SplitName
+from shardvit.data_shards.packing.sources.archive import Unpacking
+from shardvit.data_shards.packing.sources.base import Source, SplitName, num_shared
 from shardvit.data_shards.packing.sources.located import ABSENT
-from shardvit.data_shards.packing.sources.tables.columns import Columns, find_columns, is_table, open_schema
+from shardvit.data_shards.packing.sources.tables.columns import Columns, find_columns, open_schema
 from shardvit.data_shards.packing.sources.tables.joined_labels import key_hashes
 from shardvit.data_shards.packing.sources.tables.table_listing import PATH_MARK, TablePart, TableParts, list_table
 from shardvit.data_shards.packing.sources.tars.sample_listing import TarSamples, state_of
@@ -32,7 +32,7 @@ from shardvit.data_shards.packing.sources.tars.samples import (
     listing_folder,
     sample_source,
 )
-from shardvit.data_shards.packing.sources.tree import FolderTree, list_tree, local_tree
+from shardvit.data_shards.packing.sources.tree import list_tree, local_tree
 from shardvit.data_shards.reading.external_shards import read_classes
 from shardvit.data_shards.shards.labels import LabelSpec
 from shardvit.data_shards.shards.location import is_local, local_path, redacted
@@ -40,12 +40,6 @@ from shardvit.data_shards.shards.shard_index import Texts
 
 _OPENERS = 16
 _SPLIT_OF_NAME = re.compile(rf"({'|'.join(SPLITS)})(?=[-._]|$)")
-
-
-def tables_in(tree: FolderTree, folder: str = "") -> list[str]:
-    """Name the tables of a folder and those in it, by path; none if there are images or tars as well."""
-    found = [*_walk(tree, folder)]
-    return [] if "" in found else found
 
 
 def table_source(
@@ -68,9 +62,8 @@ def table_source(
         for table, (schema, _) in zip(tables, opened, strict=True)
     ]
     columns = found[0]
-    for table, its in zip(tables, found, strict=True):
-        if its != columns:
-            raise UserError(f"{redacted(table)}: it has other columns or classes than {names[0]}; give one data set")
+    if others := [table for table, its in zip(tables, found, strict=True) if its != columns]:
+        raise UserError(f"{redacted(others[0])}: it has other columns or classes than {names[0]}; give one data set")
     parts: list[tuple[SplitName, TablePart]] = [
         (split, TablePart(table, stamp, os.path.splitext(name)[0], rows))
         for table, name, split, (_, stamp), (_, each) in zip(tables, names, splits, states, opened, strict=True)
@@ -81,46 +74,26 @@ def table_source(
     listed = list_parts(spec, list_table, request, shown, unpacking=unpacking)
     is_spooled = any(each.files.containers[0].kind == "tar" for each in listed)
     listed = _named(listed) if is_spooled else _found(listed, columns, root)
-    by_split: list[tuple[SplitName, TarSamples]] = [
-        (split, each) for (split, _), each in zip(parts, listed, strict=True)
-    ]
-    bare = {split for split, _ in by_split if not any(len(each.labels) for its, each in by_split if its == split)} - {
-        "train"
-    }
+    full = {"train", *(split for (split, _), each in zip(parts, listed, strict=True) if len(each.labels))}
     classes = ("",) if not columns.label else read_classes(options.class_names) if options.class_names else None
     source = sample_source(
         spec,
-        [(split, each) for split, each in by_split if split not in bare],
+        [(split, each) for (split, _), each in zip(parts, listed, strict=True) if split in full],
         LabelSpec("json", columns.label or "label", columns.kind),
         classes=classes or columns.classes,
         unfit=unfit,
     )
-    return replace(source, notes=(*source.notes, *(f"{each}: left out, none of it has a label" for each in bare)))
-
-
-def _walk(tree: FolderTree, folder: str) -> Iterator[str]:
-    """Yield the tables; "" and no more at the first image or tar."""
-    folders, images, others = tree.scan(folder)
-    above = f"{folder}/" if folder else ""
-    if images or any(map(is_tar, others)):
-        yield ""
-        return
-    yield from (above + name for name in others if is_table(name))
-    for name in folders:
-        for table in _walk(tree, above + name):
-            yield table
-            if not table:
-                return
+    bare = tuple(f"{split}: left out, none of it has a label" for split in sorted({*splits} - full))
+    return replace(source, notes=(*source.notes, *bare))
 
 
 def _relative(tables: Sequence[str]) -> tuple[str, list[str]]:
     """Return the folder that the tables share, and their paths below it; their splits stay in these."""
     folders = [table.split("/")[:-1] for table in tables]
-    least, most = min(folders), max(folders)
-    shared = least[: next((at for at, (a, b) in enumerate(zip(least, most, strict=False)) if a != b), len(least))]
-    if len(tables) == 1 and shared and shared[-1] in SPLITS:
-        shared = shared[:-1]
-    root = "/".join(shared)
+    shared = num_shared(folders)
+    if len(tables) == 1 and shared and folders[0][-1] in SPLITS:
+        shared -= 1
+    root = "/".join(folders[0][:shared])
     return root, [redacted(table[len(root) + 1 :]) for table in tables]
 
 
@@ -146,15 +119,16 @@ def _splits(spec: str, names: Sequence[str]) -> list[SplitName]:
 
 def _named(listed: Sequence[TarSamples]) -> list[TarSamples]:
     """Name the images by the paths or keys that the tables give, if these are unique, or else by table and row."""
-    given = [[name.partition(PATH_MARK)[2] for name in each.files.names] for each in listed]
-    hashes = np.concatenate([np.zeros(0, np.uint64), *(key_hashes(names) for names in given)])
-    usable = len(np.unique(hashes)) == len(hashes) and all(_is_name(name) for names in given for name in names)
-    if not usable:
-        given = [[name.partition(PATH_MARK)[0] for name in each.files.names] for each in listed]
-    return [
-        replace(each, files=replace(each.files, names=Texts.of(names)))
-        for each, names in zip(listed, given, strict=True)
-    ]
+
+    def names(each: TarSamples, at: int) -> list[str]:
+        return [name.partition(PATH_MARK)[at] for name in each.files.names]
+
+    usable = all(_is_name(name) for each in listed for name in names(each, 2))
+    if usable:
+        hashes = np.concatenate([key_hashes(names(each, 2)) for each in listed])
+        usable = len(np.unique(hashes)) == len(hashes)
+    chosen = (Texts.of(names(each, 2 if usable else 0)) for each in listed)
+    return [replace(each, files=replace(each.files, names=its)) for each, its in zip(listed, chosen, strict=True)]
 
 
 def _is_name(text: str) -> bool:
@@ -163,12 +137,11 @@ def _is_name(text: str) -> bool:
 
 def _found(listed: Sequence[TarSamples], columns: Columns, root: str) -> list[TarSamples]:
     """Find the files that the tables name; UserError if a file is named twice."""
-    hashes = np.concatenate([key_hashes(each.files.names[:]) for each in listed])
-    if len(unique := np.unique(hashes, return_index=True)[1]) < len(hashes):
-        row = int(np.setdiff1d(np.arange(len(hashes)), unique)[0])
-        name = [name for each in listed for name in each.files.names][row]
+    names = Texts.join([each.files.names for each in listed])
+    if len(unique := np.unique(key_hashes(names[:]), return_index=True)[1]) < len(names):
+        name = names[int(np.setdiff1d(np.arange(len(names)), unique)[0])]
         raise UserError(f"{redacted(root)}: column {columns.image!r} names {name} twice; name each image once")
-    tree: FolderTree = local_tree(local_path(root)) if is_local(root) else list_tree(root)
+    tree = local_tree(local_path(root)) if is_local(root) else list_tree(root)
     made: list[TarSamples] = []
     for each in listed:
         files = tree.files(each.files.names[:])

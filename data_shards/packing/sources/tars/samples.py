@@ -11,7 +11,6 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import takewhile
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -20,7 +19,7 @@ import numpy as np
 from shardvit.data_shards.engines.engine import local_engine
 from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.packing.sources.archive import Unpacking, stem
-from shardvit.data_shards.packing.sources.base import ImageSet, Source, SplitName
+from shardvit.data_shards.packing.sources.base import ImageSet, Source, SplitName, num_shared
 from shardvit.data_shards.packing.sources.decompress import gunzipped, open_bytes
 from shardvit.data_shards.packing.sources.label_list import label_array
 from shardvit.data_shards.packing.sources.located import join_located
@@ -85,10 +84,9 @@ def tar_source(
 ) -> Source:
     """Open tars (paths, URLs) that have no manifest; in folders train and val, if all are in such.
 
-    With `root`, `tars` are names of folders below it, whose samples are in files.
-
-    UserError names a tar that is missing, damaged or unsafe, or samples without an image and a label that `unfit`
-    refuses, or says which label to give.
+    With `root`, `tars` are names of folders below it ("": itself), whose samples are in files. UserError names a tar
+    that is missing, damaged or unsafe, or samples without an image and a label that `unfit` refuses, or says which
+    label to give.
     """
     try:
         is_named = options.label == "tar"
@@ -116,7 +114,7 @@ def set_source(sets: Mapping[SplitName, ShardSet], *, spec: str, unpacking: Unpa
     entries: list[tuple[SplitName, ShardEntry]] = [
         (split, entry) for split, each in sets.items() for entry in each.shards
     ]
-    tars = [entry.url for _, entry in entries]
+    tars = [absolute(entry.url) for _, entry in entries]
     listed = _list(spec, tars, _stems(spec, tars), [entry.labels for _, entry in entries], unpacking=unpacking)
     parts: list[tuple[SplitName, TarSamples]] = [
         (split, samples if entry.subset is None else samples.take(rows_of(entry.subset)))
@@ -138,8 +136,7 @@ def _peeked(location: str) -> tuple[set[str], list[str]]:
 def _stems(spec: str, tars: Sequence[str]) -> list[str]:
     """Name each tar by its path below the folder that all share."""
     paths = [stem(redacted(tar)).split("/") for tar in tars]
-    columns = zip(*(path[:-1] for path in paths), strict=False)
-    shared = len([*takewhile(lambda column: len({*column}) == 1, columns)])
+    shared = num_shared(path[:-1] for path in paths)
     stems = ["/".join(path[shared:]) for path in paths]
     if len({*stems}) < len(stems):
         raise UserError(f"{redacted(spec)}: it names a tar twice, or two that differ in their ending alone; correct it")
@@ -155,14 +152,13 @@ def _list(
     root: str = "",
     unpacking: Unpacking,
 ) -> list[TarSamples]:
-    places = tuple(map(_absolute, tars))
-    work = listing_folder(unpacking).location
-    request = SampleTars(places, tuple(stems), tuple(labels), work, root and _absolute(root))
+    request = SampleTars(tuple(tars), tuple(stems), tuple(labels), listing_folder(unpacking).location, root)
     return list_parts(spec, list_tar, request, [redacted(tar) for tar in tars], unpacking=unpacking)
 
 
-def _absolute(location: str) -> str:
-    return os.path.abspath(local_path(location)) if is_local(location) else location
+def absolute(location: str) -> str:
+    """Make a path absolute; leave a URL."""
+    return os.path.abspath(local_path(location).expanduser()) if is_local(location) else location
 
 
 def listing_folder(unpacking: Unpacking) -> Folder:
@@ -232,7 +228,7 @@ def sample_source(
             chosen = table[np.concatenate([codes[number] for number in its])]
             splits[split] = ImageSet(files, np.arange(len(files)), chosen)
     return Source(
-        _absolute(spec) if is_local(spec) else shown,
+        absolute(spec) if is_local(spec) else shown,
         classes,
         splits,
         notes=tuple(notes),
