@@ -81,7 +81,7 @@ def finish(job: PackJob, *, report: Report) -> Counts:
     if not job.drops_duplicates:
         seen = add_digests(seen, numbers, b"".join(digests))
     groups = found.duplicate_groups(job, read_digests_of(seen, numbers), unreadable=unreadable)
-    reason = "it has no label: it is not in a class folder, or is no sample with one image and one label"
+    reason = "it is not in a class folder, or no sample or row with one image and a label"
     unreadable[:0] = [{"path": path, "split": split, "label": None, "reason": reason} for split, path in job.left_out]
     counts = Counts(unreadable=len(unreadable), **job.excluded, **found.count_groups(groups))
     result, lists = job.result, job.lists

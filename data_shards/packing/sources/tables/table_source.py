@@ -113,7 +113,10 @@ def _splits(spec: str, names: Sequence[str]) -> list[SplitName]:
         return ["train"] * len(names)
     if None in found or "train" not in found:
         told = ", ".join(sorted({str(each) for each in found if each}))
-        raise UserError(f"{redacted(spec)}: some tables are of {told}, and others of no split, or of none called train")
+        fault = f"{names[found.index(None)]} is of no split" if None in found else "none is of train"
+        raise UserError(
+            f"{redacted(spec)}: tables are of {told}, but {fault}; give one folder or pattern of those you want"
+        )
     return [SPLITS[each] for each in found if each]
 
 

@@ -165,6 +165,13 @@ def test_splits_are_told_by_files_and_folders_and_an_unlabelled_one_is_left_out(
         assert any("test" in note for note in source.notes)
 
 
+def test_a_table_of_no_split_among_those_of_splits_is_named(tmp_path: Path) -> None:
+    for name in ("train/0.parquet", "stray.parquet"):
+        write_parquet(hub_table(NAMES[:3]), tmp_path / "set" / name)
+    with pytest.raises(UserError, match=r"stray\.parquet is of no split"):
+        open_at(tmp_path / "set", tmp_path / "work")
+
+
 def test_several_labels_an_image(tmp_path: Path) -> None:
     labels: list[list[int]] = [[row % 3, 2] if row % 2 else [] for row in range(len(NAMES))]
     path = write_parquet(pa.table({"image": [BYTES[name] for name in NAMES], "labels": labels}), tmp_path / "x.parquet")
