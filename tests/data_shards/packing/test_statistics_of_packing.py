@@ -41,11 +41,11 @@ def test_packing_and_check_write_the_same_table(images: Path, tmp_path: Path):
     looked_at(tmp_path / "set", decode=True, statistics=True)
     for split, ours in packed.items():
         checked = table(tmp_path / "set" / split)
-        assert checked["path"].isna().all()
+        assert not checked["path"].count()
         pd.testing.assert_frame_equal(ours.drop(columns="path"), checked.drop(columns="path"))
         for row in ours.itertuples():
             assert row.bytes == (images / row.path).stat().st_size and row.key.split("_")[1] == Path(row.path).stem
-    assert sum(map(len, packed.values())) == 40 and packed["train"]["duplicate"].any()
+    assert sum(map(len, packed.values())) == 40 and True in set(packed["train"]["duplicate"])
 
 
 def test_the_table_is_the_same_by_threads_and_by_processes(images: Path, tmp_path: Path):
