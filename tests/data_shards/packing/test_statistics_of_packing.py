@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
 
@@ -41,7 +42,7 @@ def test_packing_and_check_write_the_same_table(images: Path, tmp_path: Path):
     looked_at(tmp_path / "set", decode=True, statistics=True)
     for split, ours in packed.items():
         checked = table(tmp_path / "set" / split)
-        assert not checked["path"].count()
+        assert not [path for path in checked["path"] if isinstance(path, str)]
         pd.testing.assert_frame_equal(ours.drop(columns="path"), checked.drop(columns="path"))
         for row in ours.itertuples():
             assert row.bytes == (images / row.path).stat().st_size and row.key.split("_")[1] == Path(row.path).stem
@@ -72,4 +73,4 @@ def test_reduced_images_have_the_sizes_and_bytes_of_the_shards(images: Path, tmp
     same = ["key", "labels", "width", "height", "bytes", "digest", "duplicate"]
     pd.testing.assert_frame_equal(ours[same], checked[same])
     assert (ours[["height", "width"]].min(axis=1) == 5).all()
-    assert (ours["mean_g"] - checked["mean_g"]).abs().max() < 8  # JPEG's loss
+    assert np.abs(ours["mean_g"].to_numpy() - checked["mean_g"].to_numpy()).max() < 8  # JPEG's loss
