@@ -33,6 +33,12 @@ pytestmark = [
 STORE = {"object_store_memory": 80_000_000}
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _works_are_found() -> None:
+    """Nodes' workers import the works of `parts` from here, whatever the caller's path."""
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+
+
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
     """A Ray cluster of two nodes, the driver's without CPUs."""
