@@ -89,7 +89,7 @@ def commands(
     found: dict[str, tuple[Sequence[str], Mapping[str, str]]] = {}
     clones = {"shardvit pack": Path(import_folder())} | ({"shardvit pack, before": before} if before else {})
     for name, clone in clones.items():
-        env = {**os.environ, "PYTHONPATH": str(clone)}
+        env = {**os.environ, "PYTHONPATH": str(clone), "PYTHONSAFEPATH": "1"}
         found[name] = [sys.executable, "-m", "shardvit.launch.cli", "pack", str(photos), "OUT"], env
     if peers is not None:
         script = Path(__file__).with_name("packing_peers.py")
