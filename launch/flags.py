@@ -97,10 +97,13 @@ class EngineOptions:
     """Flags of commands whose work is in parts: where these run."""
 
     engine: Annotated[
-        EngineName, Parameter(show_choices=False, show_default=False, help="processes (of this machine) or ray.")
+        EngineName,
+        Parameter(
+            show_choices=False, show_default=False, help="processes (of this machine) or ray (--address HEAD:6379)."
+        ),
     ] = "processes"
     workers: Annotated[int | None, Parameter(help="Most parts at a time; default: as there are CPUs.")] = None
-    address: Annotated[str | None, Parameter(help="Of a running Ray; default: $RAY_ADDRESS, else one here.")] = None
+    address: Annotated[str | None, Parameter(show=False)] = None
 
     def open(self, *locations: str) -> AbstractContextManager[PartsEngine | None]:
         """Open the engine, which must see local ones of `locations` on all nodes; None: no flag was given."""

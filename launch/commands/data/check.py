@@ -81,19 +81,15 @@ def check(
 
     --against finds copies that were re-encoded, resized, squeezed, mirrored,
     turned grey, given a border, cropped to the centre square or to 70 % of each
-    side anywhere (to 90 %, if both sets have 500,000 images or more), or
-    several of these. Doubtful pairs are listed as unsure and are no problems.
-    Missed: copies that are rotated, upside down, cropped further, tinted, much
-    brighter or darker, in a collage, or with text or logos on more than a 64th
-    of the area. Images below 16 pixels a side or without contrast match only by
-    equal pixels.
+    side, or several of these. Doubtful pairs are listed as unsure and are no
+    problems. docs/corpus.md says what it misses, and what large sets change.
 
     Some examples:
         shardvit check shards/photos
         shardvit check shards/photos --decode --world-size 64
         shardvit check shards/in21k --against shards/cifar10/val --output seen
         shardvit check shards/photos --features runs/photos --output alike
-        shardvit check "laion/{00000..00099}.tar" --label json:label --decode --statistics --output laion
+        shardvit check "laion/{00000..00099}.tar" --label json:label --json
     """
     from shardvit.data_shards.checking.check import check as check_shards
     from shardvit.data_shards.checking.check import match_findings

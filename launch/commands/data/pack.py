@@ -15,7 +15,6 @@ from shardvit.data_shards.text import printable
 from shardvit.data_shards.vocabulary import USUAL_MOST_PIXELS, LabelKind
 from shardvit.launch.flags import (
     EngineOptions,
-    JsonFlag,
     MaxImagePixels,
     demand_counts,
     pixel_limit,
@@ -48,15 +47,15 @@ class PackOptions:
 
     name: Annotated[str | None, Parameter(help="Data set's name, in file names too; default: OUT's.")] = None
     labels: Annotated[Path | None, Parameter(help="CSV, JSONL, parquet of paths and labels, not class folders.")] = None
-    path_column: Annotated[str | None, Parameter(help="Column or key of the paths in --labels; default: path.")] = None
-    label_column: Annotated[str | None, Parameter(help="Of the labels there or in a table; default: label.")] = None
+    path_column: Annotated[str | None, Parameter(show=False)] = None
+    label_column: Annotated[str | None, Parameter(help="There, as --path-column (path), or in a table.")] = None
     image_column: Annotated[str | None, Parameter(help="Bytes or paths in a table; default: the only such.")] = None
     class_names: Annotated[Path | None, Parameter(help="Names of the labels' classes 0, 1, ..., one a line.")] = None
     label: Annotated[str | None, Parameter(help="Of samples in tars: cls (default), txt, json:KEY, tar.")] = None
-    label_kind: Annotated[LabelKind, Parameter(help="One --label a sample, or any number.")] = "single"
-    val: Annotated[Path | None, Parameter(help="Published val images elsewhere: tar, folder, val200.txt.")] = None
-    val_labels: Annotated[Path | None, Parameter(help="Their classes: Kaggle's CSV, devkit, FILE CLASS lines.")] = None
-    superclasses: Annotated[bool, switch("CIFAR-100's 20 superclasses.")] = False
+    label_kind: Annotated[LabelKind, Parameter(show=False)] = "single"
+    val: Annotated[Path | None, Parameter(show=False)] = None
+    val_labels: Annotated[Path | None, Parameter(show=False)] = None
+    superclasses: Annotated[bool, Parameter(negative="", show=False)] = False
     classes: Annotated[str | None, Parameter(help="Only these, comma separated; they get labels 0, 1, ...")] = None
     keep_classes: Annotated[bool, switch("Accept a single class, or names differing in case or spaces.")] = False
     holdout: Annotated[float | None, Parameter(help="Share of each class to hold out as 'val'.")] = None
@@ -64,8 +63,10 @@ class PackOptions:
     holdout_list: Annotated[Path | None, Parameter(help="File of paths to hold out, one a line.")] = None
     samples_per_shard: Annotated[int | None, Parameter(help="Most images in a tar; default: 1000.")] = None
     shard_size: Annotated[str | None, Parameter(help="Bytes of a tar instead, such as 256MB, to an image.")] = None
-    resize_short: Annotated[int | None, Parameter(help="Shrink larger short sides; default: original bytes.")] = None
-    quality: Annotated[int | None, Parameter(help="JPEG quality of shrunk images; default: 90.")] = None
+    resize_short: Annotated[
+        int | None, Parameter(help="Shrink larger short sides (--quality 90); default: as they are.")
+    ] = None
+    quality: Annotated[int | None, Parameter(show=False)] = None
     max_image_pixels: MaxImagePixels = USUAL_MOST_PIXELS
     drop_duplicates: Annotated[bool, switch("Pack only the first of equal files: train, then val, test.")] = False
     exclude_matches_of: OtherShards = None
@@ -74,7 +75,7 @@ class PackOptions:
     seed: Annotated[int, Parameter(help="Seed of the shuffle and the held-out choice.")] = 0
     append: Annotated[bool, switch("Add the images to the set that OUT is.")] = False
     where: Annotated[str | None, Parameter(help="Of a packed SOURCE, the images of which this is true.")] = None
-    manifest: Annotated[str | None, Parameter(help="Without OUT: makes manifest-NAME.json; default: chosen.")] = None
+    manifest: Annotated[str | None, Parameter(show=False)] = None
 
     def arguments(self) -> list[str]:
         """Return the flags as one would type them."""
@@ -153,9 +154,9 @@ class ForecastOptions:
     """Flags of `shardvit pack --dry-run`."""
 
     dry_run: Annotated[bool, switch("Say what it would take, by a trial of 64 images; write nothing.")] = False
-    price: Annotated[str | None, Parameter(help="get=,put=,list= (a 1000), egress=,storage= (GB), core_hour=.")] = None
-    bandwidth: Annotated[str | None, Parameter(help="For that: the network's, such as 10Gbit (a second).")] = None
-    as_json_text: JsonFlag = False
+    price: Annotated[str | None, Parameter(show=False)] = None
+    bandwidth: Annotated[str | None, Parameter(show=False)] = None
+    as_json_text: Annotated[bool, Parameter(name="--json", negative="", show=False)] = False
 
 
 @Parameter(name="*", show=False)
@@ -187,20 +188,16 @@ def pack(
     """Pack images into WebDataset shards with a manifest.
 
     SOURCE: a folder or tar of class folders (or of train/, val/, test/ with them), any folder with
-    --labels, tars of samples, parquet or Arrow tables, patterns of these, all also at a URL such as
-    hf://datasets/OWNER/NAME; MNIST's IDX files, "fashion-mnist" (Debian's), "digits" (scikit-learn's),
-    or ImageNet, CIFAR, Pets, Flowers or VTAB as published. OUT gets a folder per split. Unreadable
-    images stop it, and all are listed. If interrupted, run it again: the result is byte-identical.
-    --labels photos.csv: "path,label", then "a/1.jpg,cat" or, with two labels, "a/2.jpg,cat|dog".
-    JSONL: {"path": "a/2.jpg", "label": ["cat", "dog"]}. Paths: relative to SOURCE, or absolute in it.
-    --exclude-matches-of lists what it leaves out; doubtful pairs stay, and are listed in unsure.jsonl.
+    --labels ("path,label" in the first line), tars of samples, parquet or Arrow tables, patterns and
+    URLs of all these, hf://datasets/OWNER/NAME, a packed set, "digits" (scikit-learn's), or ImageNet,
+    CIFAR, MNIST, Pets, Flowers or VTAB as published. Unreadable images stop it, and all are listed. If
+    interrupted, run it again: the result is byte-identical. docs/your-data.md and docs/corpus.md tell
+    of more flags: --val, --val-labels, --superclasses (published sets); --label-kind (of --label);
+    --manifest (of --where); --price, --bandwidth, --json (of --dry-run).
 
     Some examples:
         shardvit pack photos/ shards/photos --holdout 0.1
-        shardvit pack imagenet/ shards/imagenet-320 --resize-short 320 --shard-size 256MB
         shardvit pack "s3://raw/{00000..09999}.tar" shards/raw --label json:class
-        shardvit pack hf://datasets/OWNER/NAME shards/name
-        shardvit pack photos/2026 shards/photos --append --drop-duplicates
         shardvit pack shards/photos --where "width >= 128 and not duplicate"
     """
     from shardvit.data_shards.checking.near_duplicates.fingerprint import kept_places
