@@ -190,10 +190,9 @@ def pack(
     SOURCE: a folder or tar of class folders (or of train/, val/, test/ with them), any folder with
     --labels ("path,label" in the first line), tars of samples, parquet or Arrow tables, patterns and
     URLs of all these, hf://datasets/OWNER/NAME, a packed set, "digits" (scikit-learn's), or ImageNet,
-    CIFAR, MNIST, Pets, Flowers or VTAB as published. Unreadable images stop it, and all are listed. If
-    interrupted, run it again: the result is byte-identical. docs/your-data.md and docs/corpus.md tell
-    of more flags: --val, --val-labels, --superclasses (published sets); --label-kind (of --label);
-    --manifest (of --where); --price, --bandwidth, --json (of --dry-run).
+    CIFAR, MNIST, Pets, Flowers or VTAB as published. Unreadable images stop it, and all are listed.
+    Interrupted, run it again: the result is byte-identical. docs/your-data.md and docs/corpus.md have
+    the rest: --val, --val-labels, --superclasses, --label-kind, --manifest, --price, --bandwidth.
 
     Some examples:
         shardvit pack photos/ shards/photos --holdout 0.1
