@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -202,6 +203,7 @@ def pack(
     from shardvit.data_shards.checking.near_duplicates.fingerprint import kept_places
     from shardvit.data_shards.packing.pack import pack as pack_images
     from shardvit.data_shards.shards.location import is_local, local_path
+    from shardvit.launch.local.processes import handled
 
     if not forecast.dry_run and forecast != ForecastOptions():
         raise UserError("--price, --bandwidth, --json: they are for --dry-run; give that too")
@@ -219,7 +221,8 @@ def pack(
         demand_counts(workers=engine.workers)
         return _foresee(source, out, options, forecast, engine.workers)
     beside = str(local_path(out).absolute().parent) if is_local(out) else out
-    with engine.open(source, beside, *kept_places(options.exclude_matches_of)) as opened:
+    interrupting = handled((signal.SIGTERM, signal.SIGHUP), signal.default_int_handler)
+    with engine.open(source, beside, *kept_places(options.exclude_matches_of)) as opened, interrupting:
         pack_images(source, out, engine=opened, report=_say, **options.request(), **step)
     return 0
 

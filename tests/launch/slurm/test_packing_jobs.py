@@ -1,6 +1,7 @@
 """`submit --pack`: scripts, what is left to do, how far it is; on a real SLURM: tests/cluster/test_packing.py."""
 
 import json
+import os
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ from shardvit.launch.commands.data.pack import PackOptions
 from shardvit.launch.slurm.commands import Slurm
 from shardvit.launch.slurm.job_options import JobOptions
 from shardvit.launch.slurm.packing_jobs import jobs_folder, packing_of, plan_packing_jobs
-from shardvit.launch.slurm.site import SlurmJob, job_of, read_site
+from shardvit.launch.slurm.script import Paths, packing_script
+from shardvit.launch.slurm.site import Site, SlurmJob, job_of, read_site
 from shardvit.launch.watch.packing import PackingWatcher, as_text
 from tests.conftest import RunCli
 
@@ -65,6 +67,39 @@ def test_a_chain_of_plan_array_and_finish(tmp_path: Path, run_cli: RunCli):
     assert '--step shards --of 4 --task "$SLURM_ARRAY_TASK_ID" &' in shards
     assert "--dependency=afterok:JOB_OF_plan" in shards and "--dependency=afterok:JOB_OF_shards" in finish
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("step", "code", "is_requeued"),
+    [
+        ("exit 0", 0, False),
+        ("exit 2", 2, False),  # a mistake
+        ("exit 75", 75, True),
+        ("kill -KILL $$", 75, True),
+        (
+            "trap 'exit 75' TERM; kill -USR1 $PPID; for i in {1..600}; do sleep 0.05; done; exit 9",
+            75,
+            True,
+        ),  # before the time limit
+        (
+            "trap 'exit 0' TERM; kill -USR1 $PPID; for i in {1..600}; do sleep 0.05; done; exit 9",
+            0,
+            False,
+        ),  # just done then
+    ],
+)
+def test_what_a_signal_ended_is_requeued(tmp_path: Path, step: str, code: int, is_requeued: bool):
+    for name, text in (("python", step), ("scontrol", f"echo $* > '{tmp_path}/requeued'")):
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    site = Site(python=str(tmp_path / "python"))
+    paths = Paths(run=tmp_path, work=tmp_path, package=None)
+    asked = job_of(JobOptions(tasks_per_node=1, time="1:00:00"), site=site)
+    script = packing_script("plan", ["pack"], job=asked, paths=paths)
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    environment |= {"SLURM_JOB_NODELIST": "node"}
+    done = subprocess.run(["bash", "-c", script], env=environment, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, (tmp_path / "requeued").exists()) == (code, is_requeued), done.stderr
 
 
 def test_what_is_done_is_not_submitted_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
