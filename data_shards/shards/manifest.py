@@ -37,6 +37,7 @@ _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:")
 _NAMED = re.compile(r"manifest-[A-Za-z0-9_.-]{1,100}\.json")
 _NAMED_URL = re.compile(rf"([^?#]*)/({_NAMED.pattern}|{re.escape(MANIFEST_FILE)})((?:[?#].*)?)", re.DOTALL)
 _PLAIN_FILE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,1000}")  # certainly inside the folder
+_OPTIONAL = ("without_matches_of", "where", "parent")  # fields left out of the file if they are empty
 _MOST_NAME = 1024  # characters of a shard's file
 _MOST = 1 << 48  # samples or bytes of one shard: far beyond any, and sums still fit into 64 bits
 
@@ -92,7 +93,8 @@ class Manifest:
 
     @property
     def digest(self) -> str:
-        """32 hex digits that change with the shards' bytes (or names and sizes), their order, the classes or labels."""
+        """32 hex digits that change with the shards' bytes (or names and sizes) and order, the samples that count, the
+        classes or labels."""
         shards: list[object] = [shard.sha256 or f"{shard.file}:{shard.num_bytes}" for shard in self.shards]
         shards = [[each, shard.rows] if shard.rows else each for each, shard in zip(shards, self.shards, strict=True)]
         labels = [] if self.labels == LabelSpec() else [[self.labels.text, self.labels.kind]]
@@ -170,8 +172,7 @@ def as_json(manifest: Manifest) -> dict[str, object]:
         "labels": asdict(manifest.labels),
         "shards": [shard.as_json() for shard in manifest.shards],
     }
-    given = {name: getattr(manifest, name) for name in ("without_matches_of", "where", "parent")}
-    return content | {name: value for name, value in given.items() if value}
+    return content | {name: value for name in _OPTIONAL if (value := getattr(manifest, name))}
 
 
 def timm_info(manifests: Iterable[Manifest]) -> dict[str, object]:
@@ -232,8 +233,7 @@ def parse_manifest(text: bytes, *, root: Path, name: str) -> Manifest:
 
     try:
         content = TypeAdapter(_ManifestFile).validate_json(text, strict=True)
-        same = {name: getattr(content, name) for name in ("name", "split", "classes", "shards", "source")}
-        same |= {name: getattr(content, name) for name in ("without_matches_of", "where", "parent")}
+        same = {name: getattr(content, name) for name in ("name", "split", "classes", "shards", "source", *_OPTIONAL)}
         manifest = Manifest(root, **same, labels=LabelSpec(**vars(content.labels)))
         _check(manifest)
         if content.label_map != manifest.label_map:
@@ -301,15 +301,8 @@ def _check(manifest: Manifest) -> None:
         for name in ("num_samples", "num_bytes"):
             if not 0 <= getattr(shard, name) <= _MOST:
                 raise ValueError(f"'{name}' of {shard.file[:80]} is not a count: {brief(getattr(shard, name))}")
-        if shard.rows and (counted := _counted(shard)) != shard.num_samples:
-            raise ValueError(f"'num_samples' of {shard.file[:80]} is not what its 'rows' count: {counted:,}")
-
-
-def _counted(shard: Shard) -> int:
-    try:
-        return counted_rows(shard.rows)
-    except ValueError as error:
-        raise ValueError(f"'rows' of {shard.file[:80]} {error}") from None
+        if shard.rows and counted_rows(shard.rows) != shard.num_samples:
+            raise ValueError(f"'rows' of {shard.file[:80]} are malformed, or do not count its 'num_samples'")
 
 
 def _check_inside(file: str) -> None:

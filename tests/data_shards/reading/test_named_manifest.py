@@ -78,6 +78,18 @@ def test_a_part_of_it_and_the_rest_have_each_sample_once(packed: Manifest, share
     assert shared_images(held_out, whole) == shared_images(whole, held_out) == held_out.num_samples
 
 
+@pytest.mark.parametrize("share", [0.2, 0.5])
+def test_images_are_shared_whatever_the_shards_number_in_each_set(packed: Manifest, tmp_path: Path, share: float):
+    """Of the same tars as the first, second, ... of other sets, other images are held out."""
+    shutil.copytree(packed.root, folder := tmp_path / "train")
+    fewer = replace(read_manifest(folder), shards=packed.shards[1:])
+    write_manifest(fewer, file="manifest-fewer.json")
+    rest = open_shards(ShardsSpec(str(folder), portion=Portion("rest", hold_out=share)))
+    held_out = open_shards(ShardsSpec(str(folder / "manifest-fewer.json"), portion=Portion("held_out", hold_out=share)))
+    both = {each.image for each in samples(rest)} & {each.image for each in samples(held_out)}
+    assert shared_images(rest, held_out) == shared_images(held_out, rest) == len(both) > 0
+
+
 def test_webdataset_gets_the_same_samples(packed: Manifest):
     def read(location: object) -> list[str]:
         return [sample["__key__"] for sample in as_webdataset(location)]  # pyright: ignore[reportArgumentType]
