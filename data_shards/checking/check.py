@@ -26,7 +26,7 @@ from shardvit.data_shards.progress_line import Progress
 from shardvit.data_shards.reading.opening import open_all_splits, open_shards, splits_below
 from shardvit.data_shards.shards.location import is_local, local_path, redacted
 from shardvit.data_shards.shards.manifest import MANIFEST_FILE, manifest_at
-from shardvit.data_shards.shards.shard_set import ShardSet, ShardsSpec
+from shardvit.data_shards.shards.shard_set import Report, ShardSet, ShardsSpec
 from shardvit.data_shards.store.store import Store, StoreError
 from shardvit.data_shards.text import counted
 
@@ -43,8 +43,6 @@ _MEANING: dict[MatchKind, str] = {
 }
 _NO_FAULT: tuple[MatchKind, ...] = ("unsure", "semantic")
 _COPIED = "they are trained on more often than others: drop the copies at the source if that is not meant"
-
-Report = Callable[[str], None]
 
 
 @dataclass(frozen=True)

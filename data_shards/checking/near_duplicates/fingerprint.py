@@ -218,20 +218,14 @@ def make_fingerprints(
     collection = request.collection
     parts = range(len(collection.sizes))
     files = tuple(request.files(part) for part in parts)
-    undecoded = 0
-
-    def add(made: tuple[int, int]) -> None:
-        nonlocal undecoded
-        done(made[0])
-        undecoded += made[1]
-
     if sum(collection.sizes) <= _FEW and all(any(map(Path.is_file, each)) for each in files):
         engine = local_engine(1)
     elif collection.read_by == "threads":
         engine = ThreadEngine(min(engine.workers, num_cores()))
     # Silence Pillow on large photographs and odd metadata. The filter is process-wide, so it is set around threads.
     with warnings.catch_warnings(action="ignore"):
-        made = engine.run(_make_part, request, parts, done=add)
+        made = engine.run(_make_part, request, parts, done=lambda part: done(part[0]))
+    undecoded = sum(bad for _, bad in made.values())
     for part in parts:
         if part not in made:
             undecoded += collection.sizes[part]  # its worker crashed
