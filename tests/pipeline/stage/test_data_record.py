@@ -16,12 +16,13 @@ from PIL import Image
 from shardvit.data_shards.checking import identity
 from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.packing.pack import pack
-from shardvit.data_shards.shards.manifest import read_manifest, write_manifest
+from shardvit.data_shards.shards.manifest import read_manifest
 from shardvit.data_shards.shards.tar_index import read_index
 from shardvit.pipeline.recipe.schema import Recipe
 from shardvit.pipeline.runs.run_folder import RunFolder
 from shardvit.pipeline.stage.data_record import check_data, has_record, keep_data, kept_manifests
 from shardvit.pipeline.stage.stage_data import open_data
+from tests.data_shards.written import write_manifest
 from tests.small_recipe import small_recipe, small_stage
 
 
