@@ -92,7 +92,7 @@ def check(
             findings.append(finding("unusable-set", split=split, places=[FoundAt("", "", opened)]))
             continue
         request = ScanRequest(opened, store, options)
-        table = split_table(opened, statistics_to, report=report) if options.statistics else nullcontext(_ignore)
+        table = split_table(opened, statistics_to, report=report) if options.statistics else nullcontext()
         with table as take_rows:
             scan = SplitScan(opened, _scan_set(request, engine=engine, report=report, take_rows=take_rows))
         scans.append(scan)
@@ -149,12 +149,8 @@ def _has_manifest(location: str) -> bool:
     return local_path(manifest_at(location)).is_file()
 
 
-def _ignore(scan: PartScan) -> None:
-    pass
-
-
 def _scan_set(
-    request: ScanRequest, *, engine: PartsEngine | None, report: Report, take_rows: Callable[[PartScan], None]
+    request: ScanRequest, *, engine: PartsEngine | None, report: Report, take_rows: Callable[[PartScan], None] | None
 ) -> list[PartScan]:
     shards = request.shards
     if engine is None:
@@ -166,7 +162,8 @@ def _scan_set(
 
         def done(scan: PartScan) -> None:
             progress.add(len(scan.samples))
-            take_rows(scan)
+            if take_rows:
+                take_rows(scan)
 
         scans = engine.run(scan_part, request, parts, done=done)
     for part in parts:

@@ -189,8 +189,9 @@ class KeptFingerprints:
         parts = np.searchsorted(self.starts, images, side="right") - 1
         for part in np.unique(parts):
             rows = np.flatnonzero(parts == part)
-            file = next(file for file in self.files[part] if file.is_file())
-            found[rows] = np.load(file, mmap_mode="r")["thumbnail"][images[rows] - self.starts[part]]
+            kept = _read(self.files[part], self.sizes[part], mmap_mode="r")
+            assert kept is not None
+            found[rows] = kept["thumbnail"][images[rows] - self.starts[part]]
         return found
 
 
@@ -295,11 +296,11 @@ def _nothing(size: int) -> Fingerprints:
     return rows
 
 
-def _read(files: Sequence[Path], size: int) -> Fingerprints | None:
+def _read(files: Sequence[Path], size: int, *, mmap_mode: Literal["r"] | None = None) -> Fingerprints | None:
     """None if the file is missing or incomplete."""
     for path in files:
         try:
-            found = np.load(path, allow_pickle=False)
+            found = np.load(path, allow_pickle=False, mmap_mode=mmap_mode)
         except (OSError, ValueError, EOFError):
             continue
         if found.dtype == ROW and found.shape == (size,):
