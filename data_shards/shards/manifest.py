@@ -1,4 +1,4 @@
-"""Read and write a split's manifest: its shards, how many samples each holds, and the class names.
+"""Read and format a split's manifest: its shards, how many samples each holds, and the class names.
 
 `FOLDER/manifest.json` is written last, so a folder that has one is complete. Beside it may be `manifest-NAME.json`: a
 choice of the same folder's samples, or an earlier manifest, named by its digest. Files for other tools: `sizes.json`
@@ -17,7 +17,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Literal
 
-from shardvit.data_shards.durable import replace_text
 from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.shards.labels import LabelSpec
 from shardvit.data_shards.shards.location import is_local, join, local_path
@@ -150,15 +149,6 @@ def manifest_at(location: str) -> str:
     return join(*split_manifest(location))
 
 
-def write_manifest(manifest: Manifest, *, file: str = MANIFEST_FILE) -> Path:
-    """Write the manifest into `manifest.root`, and `sizes.json` with a `manifest.json`, each atomically; return its
-    path."""
-    write_json(path := manifest.root / file, as_json(manifest))
-    if file == MANIFEST_FILE:
-        write_json(manifest.root / "sizes.json", {shard.file: shard.num_samples for shard in manifest.shards})
-    return path
-
-
 def as_json(manifest: Manifest) -> dict[str, object]:
     """Format a manifest's file."""
     content: dict[str, object] = {
@@ -187,11 +177,6 @@ def timm_info(manifests: Iterable[Manifest]) -> dict[str, object]:
         for manifest in manifests
     }
     return {"splits": splits}
-
-
-def write_json(path: Path, content: object) -> None:
-    """Replace `path` atomically and flush it to disk."""
-    replace_text(path, json_text(content), writers="several")
 
 
 def json_text(content: object) -> str:

@@ -14,7 +14,7 @@ from shardvit.data_shards.reading.opening import open_shards, splits_below
 from shardvit.data_shards.reading.shard_reader import RawSample, ShardReader
 from shardvit.data_shards.reading.streaming import as_webdataset
 from shardvit.data_shards.shards.holdout import shared_images
-from shardvit.data_shards.shards.manifest import Manifest, read_manifest, split_manifest, write_manifest
+from shardvit.data_shards.shards.manifest import Manifest, read_manifest, split_manifest
 from shardvit.data_shards.shards.row_bitmap import pack_rows
 from shardvit.data_shards.shards.shard_set import Portion, ShardSet, ShardsSpec
 from shardvit.data_shards.store.cache import CacheConfig
@@ -22,6 +22,7 @@ from shardvit.data_shards.store.store import Store
 from tests.data_shards.http_server import FaultServer
 from tests.data_shards.opened import QUICK
 from tests.data_shards.small_set import by_webdataset, pack_small
+from tests.data_shards.written import write_manifest
 
 
 @pytest.fixture(scope="module")
