@@ -26,7 +26,7 @@ from shardvit.data_shards.progress_line import Progress
 from shardvit.data_shards.reading.opening import open_all_splits, open_shards, splits_below
 from shardvit.data_shards.shards.location import is_local, local_path, redacted
 from shardvit.data_shards.shards.manifest import MANIFEST_FILE, manifest_at
-from shardvit.data_shards.shards.shard_set import ShardSet, ShardsSpec
+from shardvit.data_shards.shards.shard_set import Report, ShardSet, ShardsSpec
 from shardvit.data_shards.store.store import Store, StoreError
 from shardvit.data_shards.text import counted
 
@@ -43,8 +43,6 @@ _MEANING: dict[MatchKind, str] = {
 }
 _NO_FAULT: tuple[MatchKind, ...] = ("unsure", "semantic")
 _COPIED = "they are trained on more often than others: drop the copies at the source if that is not meant"
-
-Report = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -92,7 +90,7 @@ def check(
             findings.append(finding("unusable-set", split=split, places=[FoundAt("", "", opened)]))
             continue
         request = ScanRequest(opened, store, options)
-        table = split_table(opened, statistics_to, report=report) if options.statistics else nullcontext(_ignore)
+        table = split_table(opened, statistics_to, report=report) if options.statistics else nullcontext()
         with table as take_rows:
             scan = SplitScan(opened, _scan_set(request, engine=engine, report=report, take_rows=take_rows))
         scans.append(scan)
@@ -149,12 +147,8 @@ def _has_manifest(location: str) -> bool:
     return local_path(manifest_at(location)).is_file()
 
 
-def _ignore(scan: PartScan) -> None:
-    pass
-
-
 def _scan_set(
-    request: ScanRequest, *, engine: PartsEngine | None, report: Report, take_rows: Callable[[PartScan], None]
+    request: ScanRequest, *, engine: PartsEngine | None, report: Report, take_rows: Callable[[PartScan], None] | None
 ) -> list[PartScan]:
     shards = request.shards
     if engine is None:
@@ -166,7 +160,8 @@ def _scan_set(
 
         def done(scan: PartScan) -> None:
             progress.add(len(scan.samples))
-            take_rows(scan)
+            if take_rows:
+                take_rows(scan)
 
         scans = engine.run(scan_part, request, parts, done=done)
     for part in parts:

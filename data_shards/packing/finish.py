@@ -33,6 +33,7 @@ from shardvit.data_shards.packing.shard_writer import (
 )
 from shardvit.data_shards.packing.sources.base import SplitName
 from shardvit.data_shards.packing.work import open_work, scratch_folder, unpacked_path, work_path
+from shardvit.data_shards.sets.keeping import write_manifest
 from shardvit.data_shards.sets.live import join_manifests
 from shardvit.data_shards.sets.statistics import write_statistics
 from shardvit.data_shards.shards.location import is_local, join, local_path, redacted
@@ -40,7 +41,6 @@ from shardvit.data_shards.shards.manifest import (
     MANIFEST_FILE,
     Manifest,
     Shard,
-    as_json,
     json_text,
     parse_manifest,
     read_manifest,
@@ -112,9 +112,7 @@ def finish(job: PackJob, *, report: Report) -> Counts:
         return counts
     result.write(PACK_FILE, json_text(content).encode())
     for manifest in reversed(manifests):  # train's is the last: with it the set is there
-        sizes = {shard.file: shard.num_samples for shard in manifest.shards}
-        result.write(f"{manifest.split}/sizes.json", json_text(sizes).encode())
-        result.write(f"{manifest.split}/{MANIFEST_FILE}", json_text(as_json(manifest)).encode())
+        write_manifest(result.at(manifest.split), manifest)
     _put_in_place(job)
     return counts
 

@@ -100,13 +100,14 @@ def splits_below(location: str, *, store: Store) -> dict[str, str]:
         }
     if not is_packed(location) or split_manifest(location)[0] != location:
         return {}
-    if _is_there(join(location, MANIFEST_FILE), store=store):
+    if is_there(join(location, MANIFEST_FILE), store=store):
         return {}
     places = {name: join(location, name) for name in SPLIT_FOLDERS}
-    return {name: place for name, place in places.items() if _is_there(join(place, MANIFEST_FILE), store=store)}
+    return {name: place for name, place in places.items() if is_there(join(place, MANIFEST_FILE), store=store)}
 
 
-def _is_there(url: str, *, store: Store | None) -> bool:
+def is_there(url: str, *, store: Store | None) -> bool:
+    """True if there is such a file; StoreError if the store cannot be reached."""
     if store is None or is_local(url):
         return local_path(url).is_file()
     from shardvit.data_shards.store.download import MissingObject
@@ -139,7 +140,7 @@ def _open_packed(spec: ShardsSpec, *, damaged: Damaged, report: Report, store: S
     manifest = manifest_of(location, store=store)
     if spec.digest not in ("", manifest.digest):
         kept = join(split_manifest(location)[0], manifest_name(spec.digest))
-        if _is_there(kept, store=store) and (before := manifest_of(kept, store=store)).digest == spec.digest:
+        if is_there(kept, store=store) and (before := manifest_of(kept, store=store)).digest == spec.digest:
             report(f"{redacted(location)} has changed since: going on with {redacted(kept)}, as it was")
             location, manifest = kept, before
     return set_of(manifest, location, damaged=damaged)

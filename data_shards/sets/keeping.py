@@ -1,4 +1,4 @@
-"""Replace a set's manifest so that who reads it has the old one or the new one, and who began with the old one has it.
+"""Write a set's manifest so that who reads it has the old one or the new one, and who began with the old one has it.
 
 The old one stays beside the new one, as `manifest-DIGEST.json`, written before. Nothing of the shards is touched.
 """
@@ -19,6 +19,13 @@ from shardvit.data_shards.shards.manifest import (
 from shardvit.data_shards.store.folders import Folder
 
 
+def write_manifest(folder: Folder, manifest: Manifest, *, file: str = MANIFEST_FILE) -> None:
+    """Write a manifest, after the `sizes.json` that goes with a `manifest.json`."""
+    if file == MANIFEST_FILE:
+        folder.write("sizes.json", json_text({shard.file: shard.num_samples for shard in manifest.shards}).encode())
+    folder.write(file, json_text(as_json(manifest)).encode())
+
+
 def replace_manifest(folder: Folder, manifest: Manifest, *, file: str = MANIFEST_FILE) -> bool:
     """Write a manifest, after keeping the one it replaces by its digest; False if it is there already."""
     try:
@@ -30,8 +37,5 @@ def replace_manifest(folder: Folder, manifest: Manifest, *, file: str = MANIFEST
         if digest == manifest.digest:
             return False
         folder.write(manifest_name(digest), before)
-    if file == MANIFEST_FILE:
-        sizes = {shard.file: shard.num_samples for shard in manifest.shards}
-        folder.write("sizes.json", json_text(sizes).encode())
-    folder.write(file, json_text(as_json(manifest)).encode())
+    write_manifest(folder, manifest, file=file)
     return True

@@ -6,8 +6,7 @@ Costs a pass over the columns named, and a bit a sample in the manifest. The sha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.reading.opening import manifest_of, set_of, splits_below
@@ -23,45 +22,29 @@ from shardvit.data_shards.store.store import Store
 from shardvit.data_shards.text import counted
 
 
-@dataclass(frozen=True)
-class Choice:
-    """What an expression chose of one split."""
+def write_choice(location: str, text: str, *, name: str, report: Report) -> None:
+    """Write a `manifest-NAME.json` beside each split's manifest; one of that name stays by its digest.
 
-    location: str
-    of: Manifest
-    chosen: Manifest
-
-
-def choose(location: str, text: str, *, store: Store) -> list[Choice]:
-    """Evaluate an expression over each split of a set; UserError if it is no expression, or keeps nothing of one."""
-    places = list(splits_below(location, store=store).values()) or [location]
-    return [_choose_of_split(place, text, store=store) for place in places]
-
-
-def write_choices(choices: Sequence[Choice], *, name: str, report: Report) -> None:
-    """Write a `manifest-NAME.json` for each split; one of that name stays by its digest."""
-    file = manifest_name(name)
-    for choice in choices:
-        folder = split_manifest(choice.location)[0]
-        manifest = replace(choice.chosen, name=f"{choice.of.name} ({name})")
-        is_new = replace_manifest(open_folder(folder), manifest, file=file)
+    UserError, with nothing written, if `text` is no expression, or keeps nothing of a split.
+    """
+    store, file = Store(), manifest_name(name)
+    places = splits_below(location, store=store).values() or [location]
+    choices = [(place, *_choose(place, text, store=store)) for place in places]
+    for place, of, chosen in choices:
+        folder = split_manifest(place)[0]
+        is_new = replace_manifest(open_folder(folder), replace(chosen, name=f"{of.name} ({name})"), file=file)
         known = "" if is_new else "was written before: "
-        report(f"{redacted(join(folder, file))}: {known}{describe(choice)}")
+        count = f"{chosen.num_samples:,}" if chosen.num_samples < of.num_samples else "all"
+        report(f"{redacted(join(folder, file))}: {known}{count} of {counted(of.num_samples, 'image')} where {text}")
 
 
-def open_where(location: str, text: str, *, store: Store) -> ShardSet:
-    """Open the samples of one split of which an expression is true; raises as `choose` does."""
-    return set_of(_choose_of_split(location, text, store=store).chosen, location)
+def open_where(location: str, text: str) -> ShardSet:
+    """Open the samples of one split of which an expression is true; raises as `write_choice` does."""
+    return set_of(_choose(location, text, store=Store())[1], location)
 
 
-def describe(choice: Choice) -> str:
-    """Say how many images were chosen, and by what."""
-    kept, every = choice.chosen.num_samples, choice.of.num_samples
-    share = f"all {counted(kept, 'image')}" if kept == every else f"{kept:,} of {counted(every, 'image')}"
-    return f"{share} where {choice.chosen.where}"
-
-
-def _choose_of_split(location: str, text: str, *, store: Store) -> Choice:
+def _choose(location: str, text: str, *, store: Store) -> tuple[Manifest, Manifest]:
+    """Return a split's manifest and that of the samples chosen."""
     of = manifest_of(location, store=store)
     folder = split_manifest(location)[0]
     name = redacted(join(folder, STATISTICS_FILE))
@@ -72,7 +55,8 @@ def _choose_of_split(location: str, text: str, *, store: Store) -> Choice:
     said = rows_where(text, table, name=name)
     chosen: list[Shard] = []
     for shard in of.shards:
-        if (rows := said.get(shard.file)) is None or len(rows) != _stored(shard):
+        stored = stored_rows(shard.rows) if shard.rows else shard.num_samples
+        if (rows := said.get(shard.file)) is None or len(rows) != stored:
             raise UserError(
                 f"{name}: it lacks samples of {shard.file}; shardvit check --decode --statistics writes it again"
             )
@@ -81,8 +65,4 @@ def _choose_of_split(location: str, text: str, *, store: Store) -> Choice:
             chosen.append(replace(shard, num_samples=count, rows="" if rows.all() else pack_rows(rows)))
     if not chosen:
         raise UserError(f"{redacted(location)}: no image is left where {text}: correct it, or give a split alone")
-    return Choice(location, of, replace(of, shards=tuple(chosen), where=text, parent=of.digest))
-
-
-def _stored(shard: Shard) -> int:
-    return stored_rows(shard.rows) if shard.rows else shard.num_samples
+    return of, replace(of, shards=tuple(chosen), where=text, parent=of.digest)

@@ -1,6 +1,6 @@
 """Statistics of a set's images, a row a sample in shard order: `SET/SPLIT/statistics.parquet`.
 
-Mean and deviation are of a regular grid of at most 64 x 64 pixels (all pixels of a small image): 45 µs a photograph
+Mean and deviation are of a regular grid of at most 64 x 64 pixels (all pixels of a small image): 40 µs a photograph
 that is decoded anyway. Each shard's rows are a small parquet file of its own until `write_statistics` joins them, which
 takes 32 bytes of memory a sample to find duplicates, and once the table's size of scratch space.
 """

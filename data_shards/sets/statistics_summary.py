@@ -7,7 +7,6 @@ and, as bytes are counted to 0.2 %, some megabytes. Knows the set only from the 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -96,7 +95,10 @@ def summarise(location: str) -> SetStatistics:
     shown = redacted(location)
     try:
         file = pq.ParquetFile(RangedFile(location))
-        made = _described(shown, read_facts(file.schema_arrow.metadata))
+        facts = read_facts(file.schema_arrow.metadata)
+        classes, shards = tuple(map(str, facts["classes"])), tuple(map(str, facts["shards"]))
+        name, split, is_multi_label = str(facts["name"]), str(facts["split"]), facts["labels"] == "multi"
+        made = SetStatistics(shown, name, split, classes, is_multi_label, shards, int(facts["unreadable"]))
         best: dict[str, list[_Scored]] = {}
         for group in range(file.num_row_groups):
             _add(made, file.read_row_group(group, columns=_COLUMNS), group=group, best=best)
@@ -109,12 +111,6 @@ def summarise(location: str) -> SetStatistics:
         reason = str(error) or type(error).__name__
         raise UserError(f"{shown}: is no table of a set's statistics ({reason}); make it again") from None
     return made
-
-
-def _described(location: str, facts: Mapping[str, Any]) -> SetStatistics:
-    classes, shards = tuple(map(str, facts["classes"])), tuple(map(str, facts["shards"]))
-    is_multi_label, unreadable = facts["labels"] == "multi", int(facts["unreadable"])
-    return SetStatistics(location, str(facts["name"]), str(facts["split"]), classes, is_multi_label, shards, unreadable)
 
 
 def _add(made: SetStatistics, table: Any, *, group: int, best: dict[str, list[_Scored]]) -> None:

@@ -7,8 +7,7 @@ compare, calculate and combine columns and constants; nothing else gets as far a
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,16 +35,11 @@ _NODES = (
 )
 
 
-@dataclass(frozen=True)
-class Where:
-    """An expression that was found harmless, and the names in it."""
+def names_in(text: str, *, columns: Sequence[str]) -> list[str]:
+    """Return the names in an expression over a table's columns.
 
-    text: str
-    names: tuple[str, ...]
-
-
-def parse_where(text: str, *, columns: Sequence[str]) -> Where:
-    """Check an expression over a table's columns; UserError for anything but comparisons, arithmetic and constants."""
+    UserError for anything but comparisons, arithmetic and constants.
+    """
     known = [name for name in (*columns, *_COMPUTED) if name not in _UNNAMED]
     said = f"--where: {brief(text)}"
     try:
@@ -60,23 +54,23 @@ def parse_where(text: str, *, columns: Sequence[str]) -> Where:
         if name not in known:
             raise UserError(f"{said}: there is no column {name!r}; there are {', '.join(known)}")
     for node in nodes:
-        lists = [right for op, right in _memberships(node) if not isinstance(right, ast.List | ast.Tuple)]
-        constant = not isinstance(node, ast.Constant) or isinstance(node.value, bool | int | float | str)
-        if not isinstance(node, _NODES) or lists or not constant or len(nodes) > _MOST_NODES:
+        is_odd = isinstance(node, ast.Constant) and not isinstance(node.value, bool | int | float | str)
+        if not isinstance(node, _NODES) or is_odd or _is_of_no_list(node) or len(nodes) > _MOST_NODES:
             raise UserError(
                 f"{said}: only comparisons, arithmetic, and, or, not, and `in [...]` of constants and of these columns "
                 f"are evaluated: {', '.join(known)}"
             )
     if not names:
         raise UserError(f"{said}: it names no column; there are {', '.join(known)}")
-    return Where(text.strip(), tuple(names))
+    return names
 
 
-def _memberships(node: ast.AST) -> Iterator[tuple[ast.cmpop, ast.expr]]:
-    if isinstance(node, ast.Compare):
-        yield from (
-            pair for pair in zip(node.ops, node.comparators, strict=True) if isinstance(pair[0], ast.In | ast.NotIn)
-        )
+def _is_of_no_list(node: ast.AST) -> bool:
+    """True for `in` a column or a text, which pandas takes for something else."""
+    return isinstance(node, ast.Compare) and any(
+        isinstance(op, ast.In | ast.NotIn) and not isinstance(right, ast.List | ast.Tuple)
+        for op, right in zip(node.ops, node.comparators, strict=True)
+    )
 
 
 def rows_where(text: str, table: Path | RangedFile, *, name: str) -> dict[str, NDArray[np.bool_]]:
@@ -94,14 +88,14 @@ def rows_where(text: str, table: Path | RangedFile, *, name: str) -> dict[str, N
         with pq.ParquetFile(table) as file:
             facts = read_facts(file.schema_arrow.metadata)
             counts = np.zeros(len(facts["shards"]), np.int64)
-            where = parse_where(text, columns=file.schema_arrow.names)
-            wanted = {column for each in where.names for column in _COMPUTED.get(each, (each,))}
+            names = names_in(text, columns=file.schema_arrow.names)
+            wanted = {column for each in names for column in _COMPUTED.get(each, (each,))}
             for batch in file.iter_batches(columns=["shard", *sorted(wanted)]):
-                said.append(_evaluate(where, batch, classes=facts["classes"]))
+                said.append(_evaluate(text, names, batch, classes=facts["classes"]))
                 counts += np.bincount(batch.column("shard").to_numpy(), minlength=len(counts))
+    except UserError:
+        raise
     except (OSError, KeyError, ValueError, TypeError, pa.ArrowException) as error:
-        if isinstance(error, UserError):
-            raise
         raise UserError(
             f"{name}: cannot be read ({error}); shardvit check --decode --statistics writes it again"
         ) from None
@@ -109,27 +103,25 @@ def rows_where(text: str, table: Path | RangedFile, *, name: str) -> dict[str, N
     return dict(zip(facts["shards"], parts, strict=True))
 
 
-def _evaluate(where: Where, batch: Any, *, classes: Sequence[str]) -> NDArray[np.bool_]:
+def _evaluate(text: str, names: Sequence[str], batch: Any, *, classes: Sequence[str]) -> NDArray[np.bool_]:
     import numpy as np
 
     frame = batch.to_pandas()
-    if "class_name" in where.names:
+    frame = frame.astype(dict.fromkeys(frame.select_dtypes("int32"), np.int64))  # else width * height may overflow
+    if "class_name" in names:
         labels = batch.column("labels")
         if (np.diff(labels.offsets.to_numpy()) != 1).any():
             raise UserError("--where: class_name: an image has several labels here; leave it out")
         frame["class_name"] = np.array(classes, object)[labels.flatten().to_numpy()]
-    if "pixels" in where.names:
+    if "pixels" in names:
         frame["pixels"] = frame["width"] * frame["height"]
-    if "aspect" in where.names:
+    if "aspect" in names:
         frame["aspect"] = frame["width"] / frame["height"]
     try:
-        found = frame.eval(where.text, engine="python", parser="pandas", local_dict={}, global_dict={})
-        result = np.asarray(found)
+        result = np.asarray(frame.eval(text.strip(), engine="python", parser="pandas", local_dict={}, global_dict={}))
     except Exception as error:  # noqa: BLE001 - pandas raises a dozen kinds
         reason = " ".join(str(error).split())[:200]
-        raise UserError(f"--where: {brief(where.text)}: cannot be evaluated ({reason})") from None
+        raise UserError(f"--where: {brief(text)}: cannot be evaluated ({reason})") from None
     if result.dtype != np.bool_ or result.shape != (len(frame),):
-        raise UserError(
-            f"--where: {brief(where.text)}: it is neither true nor false of an image; compare with something"
-        )
+        raise UserError(f"--where: {brief(text)}: it is neither true nor false of an image; compare with something")
     return result

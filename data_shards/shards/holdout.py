@@ -78,8 +78,9 @@ def shared_images(one: ShardSet, other: ShardSet) -> int:
     shared: dict[str, int] = {}
     for entry in other.shards:
         if own := known.get(entry.url) or known.get(entry.sha256):
-            if any(each.subset and each.subset.rows for each in (own, entry)):
-                rows = len(np.intersect1d(_rows(own), _rows(entry), assume_unique=True))
+            one_part, other_part = own.subset, entry.subset
+            if one_part and other_part and _drawn(one_part) != _drawn(other_part):
+                rows = len(np.intersect1d(rows_of(one_part), rows_of(other_part), assume_unique=True))
             else:
                 (start, end), (other_start, other_end) = _span(own), _span(entry)
                 rows = max(0, min(end, other_end) - max(start, other_start))
@@ -94,8 +95,9 @@ def _span(entry: ShardEntry) -> tuple[int, int]:
     return (0, part.held_out) if part.which == "held_out" else (part.held_out, part.listed)
 
 
-def _rows(entry: ShardEntry) -> NDArray[np.int64]:
-    return np.arange(entry.num_samples) if entry.subset is None else rows_of(entry.subset)
+def _drawn(part: ShardRows) -> tuple[int, int, str]:
+    """Return what decides the order in which a shard's rows are held out."""
+    return part.number, part.listed, part.rows
 
 
 def _held_out_of_shards(sizes: tuple[int, ...], *, total: int) -> list[int]:

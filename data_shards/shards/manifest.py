@@ -1,4 +1,4 @@
-"""Read and write a split's manifest: its shards, how many samples each holds, and the class names.
+"""Read and format a split's manifest: its shards, how many samples each holds, and the class names.
 
 `FOLDER/manifest.json` is written last, so a folder that has one is complete. Beside it may be `manifest-NAME.json`: a
 choice of the same folder's samples, or an earlier manifest, named by its digest. Files for other tools: `sizes.json`
@@ -17,7 +17,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Literal
 
-from shardvit.data_shards.durable import replace_text
 from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.shards.labels import LabelSpec
 from shardvit.data_shards.shards.location import is_local, join, local_path
@@ -37,6 +36,7 @@ _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:")
 _NAMED = re.compile(r"manifest-[A-Za-z0-9_.-]{1,100}\.json")
 _NAMED_URL = re.compile(rf"([^?#]*)/({_NAMED.pattern}|{re.escape(MANIFEST_FILE)})((?:[?#].*)?)", re.DOTALL)
 _PLAIN_FILE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,1000}")  # certainly inside the folder
+_OPTIONAL = ("without_matches_of", "where", "parent")  # fields left out of the file if they are empty
 _MOST_NAME = 1024  # characters of a shard's file
 _MOST = 1 << 48  # samples or bytes of one shard: far beyond any, and sums still fit into 64 bits
 
@@ -92,7 +92,8 @@ class Manifest:
 
     @property
     def digest(self) -> str:
-        """32 hex digits that change with the shards' bytes (or names and sizes), their order, the classes or labels."""
+        """32 hex digits that change with the shards' bytes (or names and sizes) and order, the samples that count, the
+        classes or labels."""
         shards: list[object] = [shard.sha256 or f"{shard.file}:{shard.num_bytes}" for shard in self.shards]
         shards = [[each, shard.rows] if shard.rows else each for each, shard in zip(shards, self.shards, strict=True)]
         labels = [] if self.labels == LabelSpec() else [[self.labels.text, self.labels.kind]]
@@ -148,15 +149,6 @@ def manifest_at(location: str) -> str:
     return join(*split_manifest(location))
 
 
-def write_manifest(manifest: Manifest, *, file: str = MANIFEST_FILE) -> Path:
-    """Write the manifest into `manifest.root`, and `sizes.json` with a `manifest.json`, each atomically; return its
-    path."""
-    write_json(path := manifest.root / file, as_json(manifest))
-    if file == MANIFEST_FILE:
-        write_json(manifest.root / "sizes.json", {shard.file: shard.num_samples for shard in manifest.shards})
-    return path
-
-
 def as_json(manifest: Manifest) -> dict[str, object]:
     """Format a manifest's file."""
     content: dict[str, object] = {
@@ -170,8 +162,7 @@ def as_json(manifest: Manifest) -> dict[str, object]:
         "labels": asdict(manifest.labels),
         "shards": [shard.as_json() for shard in manifest.shards],
     }
-    given = {name: getattr(manifest, name) for name in ("without_matches_of", "where", "parent")}
-    return content | {name: value for name, value in given.items() if value}
+    return content | {name: value for name in _OPTIONAL if (value := getattr(manifest, name))}
 
 
 def timm_info(manifests: Iterable[Manifest]) -> dict[str, object]:
@@ -186,11 +177,6 @@ def timm_info(manifests: Iterable[Manifest]) -> dict[str, object]:
         for manifest in manifests
     }
     return {"splits": splits}
-
-
-def write_json(path: Path, content: object) -> None:
-    """Replace `path` atomically and flush it to disk."""
-    replace_text(path, json_text(content), writers="several")
 
 
 def json_text(content: object) -> str:
@@ -232,8 +218,7 @@ def parse_manifest(text: bytes, *, root: Path, name: str) -> Manifest:
 
     try:
         content = TypeAdapter(_ManifestFile).validate_json(text, strict=True)
-        same = {name: getattr(content, name) for name in ("name", "split", "classes", "shards", "source")}
-        same |= {name: getattr(content, name) for name in ("without_matches_of", "where", "parent")}
+        same = {name: getattr(content, name) for name in ("name", "split", "classes", "shards", "source", *_OPTIONAL)}
         manifest = Manifest(root, **same, labels=LabelSpec(**vars(content.labels)))
         _check(manifest)
         if content.label_map != manifest.label_map:
@@ -301,15 +286,8 @@ def _check(manifest: Manifest) -> None:
         for name in ("num_samples", "num_bytes"):
             if not 0 <= getattr(shard, name) <= _MOST:
                 raise ValueError(f"'{name}' of {shard.file[:80]} is not a count: {brief(getattr(shard, name))}")
-        if shard.rows and (counted := _counted(shard)) != shard.num_samples:
-            raise ValueError(f"'num_samples' of {shard.file[:80]} is not what its 'rows' count: {counted:,}")
-
-
-def _counted(shard: Shard) -> int:
-    try:
-        return counted_rows(shard.rows)
-    except ValueError as error:
-        raise ValueError(f"'rows' of {shard.file[:80]} {error}") from None
+        if shard.rows and counted_rows(shard.rows) != shard.num_samples:
+            raise ValueError(f"'rows' of {shard.file[:80]} are malformed, or do not count its 'num_samples'")
 
 
 def _check_inside(file: str) -> None:

@@ -62,14 +62,12 @@ def abort_unfinished(url: str) -> None:
 def _put(remote: Any, data: bytes | Path, num_bytes: int) -> None:
     """Make one attempt."""
     if remote.kind in _WHOLE:
-        is_parted = is_bucket(remote) and num_bytes > 2 * PART_BYTES
         try:
-            _write(remote, data, remote.path, num_bytes)
+            return _write(remote, data, remote.path, num_bytes)
         except Missing:
-            if is_parted:
+            if is_bucket(remote) and count_requests(num_bytes) > 1:
                 raise Transient("another process aborted the upload") from None
             raise
-        return
     folder, _, name = remote.path.rpartition("/")
     remote.call("makedirs", folder, exist_ok=True)
     beside = f"{folder}/.{name}.{uuid.uuid4().hex}.tmp"

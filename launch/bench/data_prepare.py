@@ -19,7 +19,9 @@ from pathlib import Path
 from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.packing.image import Resize
 from shardvit.data_shards.packing.pack import pack
-from shardvit.data_shards.shards.manifest import read_manifest, write_manifest
+from shardvit.data_shards.sets.keeping import write_manifest
+from shardvit.data_shards.shards.manifest import read_manifest
+from shardvit.data_shards.store.folders import LocalFolder
 from shardvit.launch.bench.data_methods import QUALITY, SHORT_SIDE, Work
 
 CLASSES = 10  # in turns; labels are arbitrary here
@@ -116,4 +118,4 @@ def _link_many(work: Work) -> None:
         for suffix in (".tar", ".idx"):
             os.link((work.shards / shard.file).with_suffix(suffix), (work.many / link.file).with_suffix(suffix))
         shards.append(link)
-    write_manifest(replace(manifest, root=work.many, shards=tuple(shards)))
+    write_manifest(LocalFolder(work.many), replace(manifest, shards=tuple(shards)))

@@ -17,7 +17,7 @@ from shardvit.data_shards.reading.opening import open_shards, splits_below
 from shardvit.data_shards.reading.overview import Overview
 from shardvit.data_shards.sets.statistics_summary import SetStatistics, summarise
 from shardvit.data_shards.shards.location import redacted
-from shardvit.data_shards.shards.shard_set import ShardSet, ShardsSpec
+from shardvit.data_shards.shards.shard_set import Report, ShardSet, ShardsSpec
 from shardvit.data_shards.store.store import Store
 from shardvit.data_shards.text import counted, one_line, show_bytes
 from shardvit.launch.flags import INDEX_FILE
@@ -33,7 +33,6 @@ _MOST_DAMAGED = 50  # named on the page
 _MOST_CLASSES = 2_000  # rows of the table of classes
 
 Inspect = Callable[..., Overview]  # `inspect_shards` with the amount to read bound; takes a set, its store and limit
-Report = Callable[[str], None]  # progress, a line each
 Facts = tuple[tuple[str, str], ...]
 
 

@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from shardvit.data_shards.reading.opening import open_shards
+from shardvit.data_shards.reading.opening import is_there, open_shards
 from shardvit.data_shards.shards.location import command_reason, expand_braces, is_local, local_path, redacted
 from shardvit.data_shards.shards.manifest import manifest_at
 from shardvit.data_shards.shards.shard_set import ShardSet, merge_shard_sets
-from shardvit.data_shards.store.download import MissingObject, RetryPolicy
+from shardvit.data_shards.store.download import RetryPolicy
 from shardvit.data_shards.store.store import Store
 from shardvit.data_shards.text import printable
 from shardvit.pipeline.recipe.data import ShardsConfig
@@ -23,7 +23,6 @@ from shardvit.pipeline.stage.stage_data import shards_spec
 from shardvit.pipeline.transfer.settings import few_shot_of
 
 GIVE_UP_SECONDS = 30.0  # the user is waiting
-_MOST_MANIFEST_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -84,10 +83,7 @@ def _unopened(shards: ShardsConfig, *, store: Store) -> str | None:
     elif location.partition("?")[0].endswith(".tar") or expand_braces(location) != [location]:
         return None
     else:
-        try:
-            there = bool(store.read_small(manifest_at(location), most_bytes=_MOST_MANIFEST_BYTES))
-        except MissingObject:
-            there = False
+        there = is_there(manifest_at(location), store=store)
     return None if there else f"{redacted(location)} is not there yet"
 
 

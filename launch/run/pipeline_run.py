@@ -238,6 +238,8 @@ class PipelineRun:
             from shardvit.pipeline.training.stages import check_own_model
 
             check_own_model(self.recipe)
+        begun: list[StageName] = [each for each in self.recipe.stages.trained if not self._begins_again(each)]
+        kept = kept_manifests(self.folder, stages=begun)
         for stage in self.recipe.stages.names:
             is_open = not self._stays_done(stage)
             config = getattr(self.recipe.stages, stage)
@@ -258,11 +260,6 @@ class PipelineRun:
             data = None
             try:
                 if not self._unopened(stage):  # else the dry run's summary checks as much as possible
-                    stages = self.recipe.stages.trained
-                    begun: list[StageName] = [
-                        each for each in stages[: stages.index(stage) + 1] if not self._begins_again(each)
-                    ]
-                    kept = kept_manifests(self.folder, stages=begun)
                     say = (lambda line: None) if kept else print  # the ranks will
                     data = open_data(self.recipe, stage=stage, report=say, commands=self.commands, manifests=kept)
                     open_few_shot(self.recipe, stage=stage, commands=self.commands)

@@ -43,21 +43,21 @@ def open_data_once(context: StageContext, *, stage: StageName) -> StageData:
     recipe, ranks = context.recipe, context.ranks
     place = ranks.place
 
-    def open_here() -> StageData:
+    def open_here(manifests: Mapping[str, str]) -> StageData:
         return open_data(recipe, stage=stage, report=context.say, commands="run", manifests=manifests)
 
-    stages = recipe.stages.trained
-    manifests: Mapping[str, str] = kept_manifests(context.folder, stages=stages[: stages.index(stage) + 1])
+    def open_first() -> StageData:
+        return open_here(kept_manifests(context.folder, stages=recipe.stages.trained))
+
     if place.world_size == 1:
-        return open_here()
-    data = context.on_main(open_here, takes="long")  # indexing other tools' tars may take hours
+        return open_first()
+    data = context.on_main(open_first, takes="long")  # indexing other tools' tars may take hours
     sent: tuple[StageData, _Landmarks] | None = None
     if data is not None:
         sent = replace(data, store=Store()), _landmarks(data)
     sent = ranks.from_main(sent)
     assert sent is not None
     first, landmarks = sent
-    manifests = first.manifests  # whatever is appended meanwhile
     finding: _OwnDisks | None = None
     if place.local_rank == 0 and not place.is_main and any(_identity(path) != seen for path, seen in landmarks.items()):
         finding = _look_at_own(context, first, stage=stage)
@@ -69,7 +69,7 @@ def open_data_once(context: StageContext, *, stage: StageName) -> StageData:
         return data
     ours = next((each for each in findings if each.machine == this_machine()), None)
     if ours is not None and ours.opens == "each rank":
-        return open_here()
+        return open_here(first.manifests)  # whatever is appended meanwhile
     sets = _sets(first)
     if ours is not None:
         sets = [
@@ -89,8 +89,9 @@ def _look_at_own(context: StageContext, first: StageData, *, stage: StageName) -
     if not all(source.folder for one in _sets(first) for source in one.shards.sources):  # tars without a manifest
         return _OwnDisks(machine, opens="each rank")  # ranks wait for one another's index without a time limit
     try:
-        given = {"commands": "run", "manifests": first.manifests}
-        data = open_data(context.recipe, stage=stage, report=lambda line: None, **given)
+        data = open_data(
+            context.recipe, stage=stage, report=lambda line: None, commands="run", manifests=first.manifests
+        )
     except UserError as error:
         return _OwnDisks(machine, problem=f"on host {host}: {error}")
     pairs = list(zip(_sets(data), _sets(first), strict=True))

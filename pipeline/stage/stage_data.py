@@ -39,7 +39,7 @@ class StageData:
     weights: tuple[float, ...] | None  # of the mixed sets
     held_out: Mapping[str, ShardSet]  # by name, the stage's own first, as "val"
     store: Store
-    manifests: Mapping[str, str] = field(default_factory=dict)  # digest of each packed set's, by location
+    manifests: Mapping[str, str] = field(default_factory=dict)  # digests of packed sets', by location: the run's so far
 
     @property
     def eval(self) -> ShardSet:
@@ -143,17 +143,17 @@ def open_data(
         raise UserError(missing_paths(recipe, stage=stage) or "")
     store = store_of(recipe, commands=commands)
     refused: list[CommandRefused] = []
-    opened_manifests: dict[str, str] = {}
+    begun_with = {**manifests}
 
     def open_one(shards: ShardsConfig) -> list[ShardSet]:
         place = redacted(shards.shards)
-        spec = replace(shards_spec(shards), digest=manifests.get(place, ""))
+        spec = replace(shards_spec(shards), digest=begun_with.get(place, ""))
         damaged = "report" if recipe.data.max_corrupt_share > 0 else "refuse"
         try:
             opened = open_shards(spec, damaged=damaged, report=report, store=store)
             (source,) = opened.shards.sources
             if source.digest:
-                opened_manifests[place] = source.digest
+                begun_with[place] = source.digest  # for the other part of it, too, whatever is appended meanwhile
             return [opened]
         except CommandRefused as error:
             refused.append(error)
@@ -170,7 +170,7 @@ def open_data(
         weights=tuple(weights) or None,
         held_out={name: found[0] for name, found in held_out.items()},
         store=store,
-        manifests=opened_manifests,
+        manifests=begun_with,
     )
     for shards in (data.train, *data.held_out.values()):
         _demand_few_lost(shards, max_share=recipe.data.max_corrupt_share)
@@ -207,7 +207,8 @@ def _demand_like_labels(train: ShardSet, held_out: ShardSet, *, config: TrainSta
     if train.classes != held_out.classes:
         raise UserError(
             f"stages.{stage}: the classes of train ({train.source}: {named(train.classes)}) and {key} "
-            f"({held_out.source}: {named(held_out.classes)}) differ: pack both from the same list of classes"
+            f"({held_out.source}: {named(held_out.classes)}) differ: pack both from the same list of classes, or, "
+            "if images are being appended to them, try again when that is done"
         )
     if train.is_multi_label != held_out.is_multi_label:
         raise UserError(f"stages.{stage}: one of train and {key} has a list of labels per image, the other has one")

@@ -5,13 +5,14 @@ from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
 
-from shardvit.data_shards.shards.manifest import Manifest, Shard, write_manifest
+from shardvit.data_shards.shards.manifest import Manifest, Shard
 from shardvit.launch.local.start import Launch
 from shardvit.launch.run.pipeline_run import PipelineRun
 from shardvit.pipeline.recipe.io import load_recipe
 from shardvit.pipeline.recipe.vocabulary import StageName
 from shardvit.pipeline.report.best import describe_results
 from shardvit.pipeline.runs.run_folder import RunFolder
+from tests.data_shards.written import write_manifest
 
 
 def each_once(*overrides: str) -> list[str]:

@@ -8,7 +8,7 @@ at most: where there are more, some bits of another band must be equal too, and 
 
 For each band the 19 hashes of each image are written, cut by the first bits of the key (456 bytes an image, removed
 after the band), and each cut is joined alone; equal digests likewise. Then the thumbnails of near hashes are aligned,
-for 65,536 images at a time (see `candidates`). A worker holds about 400 MB, the driver nothing.
+for 65,536 images at a time (see `candidates`). A worker holds 0.4 to 0.6 GB, the driver nothing.
 """
 
 from collections.abc import Callable, Iterator, Sequence

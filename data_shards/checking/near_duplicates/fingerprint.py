@@ -189,8 +189,9 @@ class KeptFingerprints:
         parts = np.searchsorted(self.starts, images, side="right") - 1
         for part in np.unique(parts):
             rows = np.flatnonzero(parts == part)
-            file = next(file for file in self.files[part] if file.is_file())
-            found[rows] = np.load(file, mmap_mode="r")["thumbnail"][images[rows] - self.starts[part]]
+            kept = _read(self.files[part], self.sizes[part], mmap_mode="r")
+            assert kept is not None
+            found[rows] = kept["thumbnail"][images[rows] - self.starts[part]]
         return found
 
 
@@ -217,20 +218,14 @@ def make_fingerprints(
     collection = request.collection
     parts = range(len(collection.sizes))
     files = tuple(request.files(part) for part in parts)
-    undecoded = 0
-
-    def add(made: tuple[int, int]) -> None:
-        nonlocal undecoded
-        done(made[0])
-        undecoded += made[1]
-
     if sum(collection.sizes) <= _FEW and all(any(map(Path.is_file, each)) for each in files):
         engine = local_engine(1)
     elif collection.read_by == "threads":
         engine = ThreadEngine(min(engine.workers, num_cores()))
     # Silence Pillow on large photographs and odd metadata. The filter is process-wide, so it is set around threads.
     with warnings.catch_warnings(action="ignore"):
-        made = engine.run(_make_part, request, parts, done=add)
+        made = engine.run(_make_part, request, parts, done=lambda part: done(part[0]))
+    undecoded = sum(bad for _, bad in made.values())
     for part in parts:
         if part not in made:
             undecoded += collection.sizes[part]  # its worker crashed
@@ -295,11 +290,11 @@ def _nothing(size: int) -> Fingerprints:
     return rows
 
 
-def _read(files: Sequence[Path], size: int) -> Fingerprints | None:
+def _read(files: Sequence[Path], size: int, *, mmap_mode: Literal["r"] | None = None) -> Fingerprints | None:
     """None if the file is missing or incomplete."""
     for path in files:
         try:
-            found = np.load(path, allow_pickle=False)
+            found = np.load(path, allow_pickle=False, mmap_mode=mmap_mode)
         except (OSError, ValueError, EOFError):
             continue
         if found.dtype == ROW and found.shape == (size,):

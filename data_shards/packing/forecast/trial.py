@@ -70,20 +70,21 @@ def forecast(
     remote_bytes, requests = 0, StoreRequests()
     kept = unpacked_path(out)  # what listing has decompressed, or copied out of tables
     scratch = {str(kept): sum(path.stat().st_size for path in kept.rglob("*") if path.is_file())}
-    is_compressed = False
-    for images in {id(each.files): each.files for each in source.splits.values()}.values():
+    is_compressed, is_remote = False, {}
+    for images in (each.files for each in source.splits.values()):
+        if id(images) in is_remote:
+            continue
+        is_remote[id(images)] = np.array([not is_local(each.location) for each in images.containers])
         for number, container in enumerate(images.containers):
-            rows = images.container == number
-            if container.kind == "folder" and not is_local(container.location):
-                names = [images.names[row] for row in np.flatnonzero(rows).tolist()]
+            if container.kind == "folder" and is_remote[id(images)][number]:
+                names = [images.names[row] for row in np.flatnonzero(images.container == number).tolist()]
                 requests += _LOOKS + StoreRequests(list=_listings(names))
             if container.compressed and not Path(container.location).exists():
-                is_compressed = True
+                is_compressed, rows = True, images.container == number
                 scratch[container.location] = int((images.offsets[rows] + images.sizes[rows]).max(initial=0))
     for shard in plan.shards:
         files = shard.images.files
-        is_remote = np.array([not is_local(each.location) for each in files.containers])
-        taken = is_remote[files.container[shard.images.rows]]
+        taken = is_remote[id(files)][files.container[shard.images.rows]]
         # Every image is read once more before the shards are written.
         passes = 1 + (request.duplicates == "drop") + (request.exclusion is not None and shard.split == "train")
         remote_bytes += passes * int(shard.images.num_bytes[taken].sum())

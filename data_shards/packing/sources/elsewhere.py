@@ -32,7 +32,6 @@ from shardvit.data_shards.shards.location import PIPE, expand_braces, is_local, 
 from shardvit.data_shards.shards.manifest import manifest_at, split_manifest
 from shardvit.data_shards.shards.shard_set import ShardSet
 from shardvit.data_shards.store.ranges import stat_url
-from shardvit.data_shards.store.store import Store
 
 _SPLITS: tuple[SplitName, ...] = ("train", "val", "test")
 _IMG2DATASET = re.compile(r"\d+_stats\.json")
@@ -128,7 +127,7 @@ def _sets(spec: str, *, where: str | None = None) -> dict[SplitName, ShardSet]:
         if places and "train" not in places:
             raise UserError(f"{redacted(spec)}: it holds {', '.join(places)} without train; give one of them")
     if where is not None:
-        return {split: open_where(place, where, store=Store()) for split, place in places.items()}
+        return {split: open_where(place, where) for split, place in places.items()}
     return {split: open_shards(place) for split, place in places.items()}
 
 

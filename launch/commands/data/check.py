@@ -67,7 +67,7 @@ def check(
         list[str] | None,
         Parameter(negative="", consume_multiple=True, help="Find images also in these shards, such as test sets."),
     ] = None,
-    report: Annotated[Path | None, Parameter(name=["--output", "--report"], help=_OUTPUT_HELP)] = None,
+    report: Annotated[str | None, Parameter(name=["--output", "--report"], help=_OUTPUT_HELP)] = None,
     as_json_text: JsonFlag = False,
     force: Force = False,
     semantic: SemanticOptions = SemanticOptions(),  # noqa: B008 - frozen
@@ -81,8 +81,8 @@ def check(
 
     --against finds copies that were re-encoded, resized, squeezed, mirrored,
     turned grey, given a border, cropped to the centre square or to 70 % of each
-    side, or several of these. Doubtful pairs are listed as unsure and are no
-    problems. docs/corpus.md says what it misses, and what large sets change.
+    side, or several of these; doubtful pairs are unsure, and no problems. Missed:
+    rotated, upside down, tinted, in a collage; docs/corpus.md has all of it.
 
     Some examples:
         shardvit check shards/photos
@@ -101,8 +101,12 @@ def check(
     chosen = thoroughness.options(options.max_image_pixels)
     cache = options.cache_of(shards, *(against or ()))
     semantic.check()
+    if against is not None and not against:
+        raise UserError("--against: it is followed by no shards; name the sets to compare with")
     is_listed = bool(against or semantic.features)
-    _demand_report(None if chosen.statistics and not is_listed else report, against, listed=is_listed, force=force)
+    if report and not (is_listed or chosen.statistics):
+        raise UserError("--output: it is for what --against or --features finds; give one too")
+    pages = _made_folder(report, force=force) if report and is_listed else None
     retry = RetryPolicy(give_up_seconds=60.0)  # the user is waiting
     store = Store(cache, retry=retry, commands="run")  # SHARDS as typed; a manifest cannot name commands
     with engine.open(shards, *kept_places(against)) as opened:
@@ -112,33 +116,32 @@ def check(
             store=store,
             engine=opened,
             against=against or (),
-            statistics_to=report and str(report),
+            statistics_to=report,
             report=tell,
         )
     alike = semantic.matches(options.spec(shards), store=store, limit=chosen.pixel_limit)
     findings = [each for split, found in alike for each in match_findings(found, split=split)]
     result = replace(result, findings=(*result.findings, *findings))
     print(json.dumps(as_json(result), indent=1) if as_json_text else as_text(result), flush=True)
-    if report is not None and is_listed:
+    if pages is not None:
         semantic_ones = [found for _, found in alike]
         for file, listed in ((_LINES_FILE, result.matches if against else ()), (SEMANTIC_FILE, semantic_ones)):
             if listed:
-                replace_lines(report / file, (one.line(match) for one in listed for match in one.matches))
-        write_duplicates(report / MATCHES_PAGE, [*result.matches, *semantic_ones], chosen.pixel_limit)
+                replace_lines(pages / file, (one.line(match) for one in listed for match in one.matches))
+        write_duplicates(pages / MATCHES_PAGE, [*result.matches, *semantic_ones], chosen.pixel_limit)
     return result.exit_code
 
 
-def _demand_report(report: Path | None, against: list[str] | None, *, listed: bool, force: bool) -> None:
+def _made_folder(output: str, *, force: bool) -> Path:
+    from shardvit.data_shards.shards.location import is_local, local_path, redacted
     from shardvit.launch.pages.duplicates_page import MATCHES_PAGE, TITLE
 
-    if against is not None and not against:
-        raise UserError("--against: it is followed by no shards; name the sets to compare with")
-    if report is None:
-        return
-    if not listed:
-        raise UserError("--output: it is for what --against or --features finds; give one too")
-    demand_target(report, flag="--output", force=force, mark=f"<title>{TITLE}</title>", file=MATCHES_PAGE)
+    if not is_local(output):
+        raise UserError(f"--output: {redacted(output)} is a URL, where no page is written; name a folder")
+    folder = local_path(output)
+    demand_target(folder, flag="--output", force=force, mark=f"<title>{TITLE}</title>", file=MATCHES_PAGE)
     try:
-        report.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"--output: {report} cannot be made a folder ({error.strerror}); give another") from None
+        raise UserError(f"--output: {folder} cannot be made a folder ({error.strerror}); give another") from None
+    return folder

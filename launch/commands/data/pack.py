@@ -244,13 +244,11 @@ def _foresee(source: str, out: str, options: PackOptions, asked: ForecastOptions
 
 
 def _choose(source: str, options: PackOptions) -> int:
-    from shardvit.data_shards.sets.selection import choose, write_choices
-    from shardvit.data_shards.store.store import Store
+    from shardvit.data_shards.sets.selection import write_choice
 
     if options.where is None:
         raise UserError("OUT: name the folder that the shards go into")
     if replace(options, where=None, manifest=None) != PackOptions():
         raise UserError("--where without OUT writes manifests of the shards there are: the other flags need OUT")
-    name = options.manifest or _CHOSEN
-    write_choices(choose(source, options.where, store=Store()), name=name, report=_say)
+    write_choice(source, options.where, name=options.manifest or _CHOSEN, report=_say)
     return 0

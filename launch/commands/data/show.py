@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from shardvit.pipeline.recipe.schema import Recipe
     from shardvit.pipeline.recipe.vocabulary import StageName
 
-_MOST_IMAGES = 400
+_IMAGES, _MOST_IMAGES = 40, 400
+_LABELS = 200_000
 _RECIPE_ENDINGS = (".yaml", ".yml")
 _GIVE_UP_SECONDS = 60.0  # the user is waiting
 
@@ -43,8 +44,8 @@ def show(
     stage: Annotated[str | None, Parameter(help="Stage of a recipe; default: the first that trains.")] = None,
     step: Annotated[int | None, Parameter(help="Show the recipe's batch after this many steps; default: 0.")] = None,
     output: Annotated[Path | None, Parameter(help="Folder for the page and its pictures; default: show/NAME.")] = None,
-    images: Annotated[int, Parameter(help="Images on each contact sheet.")] = 40,
-    labels: Annotated[int, Parameter(help="Most labels to count; larger sets are sampled by shard.")] = 200_000,
+    images: Annotated[int, Parameter(help="Images on each contact sheet.")] = _IMAGES,
+    labels: Annotated[int, Parameter(help="Most labels to count; larger sets are sampled by shard.")] = _LABELS,
     seed: Annotated[int, Parameter(help="Draws which images and shards are shown.")] = 0,
     statistics: Annotated[bool, switch("Show the table of all images: sizes, classes, colours, copies.")] = False,
     data: DataFile = None,
@@ -80,15 +81,17 @@ def show(
     recipe = _recipe(what, overrides, data=data)
     output = output or Path("show") / (_folder_name(redacted(what)) if recipe is None else recipe.name)
     demand_target(output, flag="--output", force=force, mark=page_mark("show"), file=INDEX_FILE)
+    of_shards = {
+        f"--{each.name.replace('_', '-')}": getattr(options, each.name) != each.default for each in fields(options)
+    }
     if recipe is None:
         given = {"OVERRIDES": overrides, "--stage": stage, "--step": step is not None, "--data": data is not None}
         _refuse(given, to=f"{what}, which are shards")
     else:
-        given = {
-            f"--{each.name.replace('_', '-')}": getattr(options, each.name) != each.default for each in fields(options)
-        }
-        given |= {"--statistics": statistics}
-        _refuse(given, to=f"{what}, which is a recipe: it has keys for that")
+        _refuse(of_shards | {"--statistics": statistics}, to=f"{what}, which is a recipe: it has keys for that")
+    if statistics:
+        sampled = {"--images": images != _IMAGES, "--labels": labels != _LABELS, "--seed": seed != 0}
+        _refuse(of_shards | sampled, to="--statistics, which shows the table of all images")
 
     from shardvit.data_shards.reading.overview import inspect_shards
     from shardvit.data_shards.store.store import RetryPolicy, Store

@@ -100,6 +100,19 @@ def test_an_image_that_cannot_be_decoded_has_a_row_without_pixels_and_a_lost_sha
     assert list(table["width"]).count(0) == 1 and int(np.isnan(table["mean_r"].to_numpy()).sum()) == 1
 
 
+def test_packings_table_which_knows_paths_is_not_replaced(copies: Path, tmp_path: Path):
+    pack(str(tmp_path / "images"), tmp_path / "fresh", report=lambda line: None)
+    table = tmp_path / "fresh" / "train" / STATISTICS_FILE
+    before = table.read_bytes()
+    with pytest.raises(UserError, match="packing wrote it"):
+        measured(table.parent)
+    looked_at(table.parent, decode=True, statistics=True, statistics_to=str(tmp_path / "ours"))
+    measured(copies / "train")
+    measured(copies / "train")  # our own is
+    assert table.read_bytes() == before
+    assert set(pd.read_parquet(tmp_path / "ours" / "train" / STATISTICS_FILE)["path"]) == {None}
+
+
 def test_a_folder_that_cannot_be_written_is_refused_before_reading(copies: Path):
     (copies / "train" / f".{STATISTICS_FILE}").mkdir()  # root may write everywhere else
     with pytest.raises(UserError, match="--output"):

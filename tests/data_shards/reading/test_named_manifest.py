@@ -14,7 +14,7 @@ from shardvit.data_shards.reading.opening import open_shards, splits_below
 from shardvit.data_shards.reading.shard_reader import RawSample, ShardReader
 from shardvit.data_shards.reading.streaming import as_webdataset
 from shardvit.data_shards.shards.holdout import shared_images
-from shardvit.data_shards.shards.manifest import Manifest, read_manifest, split_manifest, write_manifest
+from shardvit.data_shards.shards.manifest import Manifest, read_manifest, split_manifest
 from shardvit.data_shards.shards.row_bitmap import pack_rows
 from shardvit.data_shards.shards.shard_set import Portion, ShardSet, ShardsSpec
 from shardvit.data_shards.store.cache import CacheConfig
@@ -22,6 +22,7 @@ from shardvit.data_shards.store.store import Store
 from tests.data_shards.http_server import FaultServer
 from tests.data_shards.opened import QUICK
 from tests.data_shards.small_set import by_webdataset, pack_small
+from tests.data_shards.written import write_manifest
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +77,18 @@ def test_a_part_of_it_and_the_rest_have_each_sample_once(packed: Manifest, share
     assert sorted(samples(held_out) + samples(rest)) == sorted(chosen(packed))
     whole = open_shards(str(packed.root))
     assert shared_images(held_out, whole) == shared_images(whole, held_out) == held_out.num_samples
+
+
+@pytest.mark.parametrize("share", [0.2, 0.5])
+def test_images_are_shared_whatever_the_shards_number_in_each_set(packed: Manifest, tmp_path: Path, share: float):
+    """Of the same tars as the first, second, ... of other sets, other images are held out."""
+    shutil.copytree(packed.root, folder := tmp_path / "train")
+    fewer = replace(read_manifest(folder), shards=packed.shards[1:])
+    write_manifest(fewer, file="manifest-fewer.json")
+    rest = open_shards(ShardsSpec(str(folder), portion=Portion("rest", hold_out=share)))
+    held_out = open_shards(ShardsSpec(str(folder / "manifest-fewer.json"), portion=Portion("held_out", hold_out=share)))
+    both = {each.image for each in samples(rest)} & {each.image for each in samples(held_out)}
+    assert shared_images(rest, held_out) == shared_images(held_out, rest) == len(both) > 0
 
 
 def test_webdataset_gets_the_same_samples(packed: Manifest):

@@ -15,7 +15,7 @@ from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.reading.opening import open_shards
 from shardvit.data_shards.reading.shard_reader import ShardReader
 from shardvit.data_shards.shards.labels import LabelSpec
-from shardvit.data_shards.shards.manifest import Manifest, Shard, read_manifest, write_manifest
+from shardvit.data_shards.shards.manifest import Manifest, Shard, read_manifest
 from shardvit.data_shards.shards.shard_set import ShardSet, ShardsSpec, merge_shard_sets
 from shardvit.data_shards.shards.tar_index import build_index, index_path, write_index
 from shardvit.data_shards.store.cache import CacheConfig
@@ -23,6 +23,7 @@ from shardvit.data_shards.store.store import Store
 from tests.data_shards.external_tars import write_tar
 from tests.data_shards.http_server import FaultServer
 from tests.data_shards.opened import QUICK
+from tests.data_shards.written import write_manifest
 
 
 def pack_by_hand(root: Path, *, shards: int = 3, labels: LabelSpec | None = None, suffix: str = "") -> Manifest:

@@ -13,11 +13,12 @@ import pytest
 from shardvit.data_shards.errors import CorruptSample, SampleError, UserError
 from shardvit.data_shards.reading.opening import open_shards
 from shardvit.data_shards.reading.shard_reader import RawSample, ShardReader
-from shardvit.data_shards.shards.manifest import Manifest, Shard, write_manifest
+from shardvit.data_shards.shards.manifest import Manifest, Shard
 from shardvit.data_shards.shards.shard_set import Damaged, ShardSet
 from shardvit.data_shards.shards.tar_index import index_path, open_index
 from tests.data_shards.external_tars import write_tar
 from tests.data_shards.small_set import by_webdataset, needs_proc, open_files, pack_small, places
+from tests.data_shards.written import write_manifest
 
 
 @pytest.fixture

@@ -10,9 +10,8 @@ from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.packing.pack import pack
 from shardvit.data_shards.packing.sources.tars.samples import SampleOptions
 from shardvit.data_shards.reading.opening import open_shards
-from shardvit.data_shards.sets.selection import choose, write_choices
+from shardvit.data_shards.sets.selection import write_choice
 from shardvit.data_shards.shards.manifest import read_manifest
-from shardvit.data_shards.store.store import Store
 from tests.data_shards.http_server import FaultServer
 from tests.data_shards.packing.folders import Sample, by_index, write_folder
 from tests.data_shards.reading.test_named_manifest import samples
@@ -38,7 +37,7 @@ def out(packed: Path, tmp_path: Path) -> Path:
 
 def select(location: Path | str, text: str, *, name: str = "x") -> list[str]:
     lines: list[str] = []
-    write_choices(choose(str(location), text, store=Store()), name=name, report=lines.append)
+    write_choice(str(location), text, name=name, report=lines.append)
     return lines
 
 

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from shardvit.data_shards.errors import UserError
-from shardvit.data_shards.sets.where import parse_where, rows_where
+from shardvit.data_shards.sets.where import names_in, rows_where
 
 CLASSES = ("cat", "dog", "eel")
 SIZES = {"a.tar": 40, "b.tar": 0, "c.tar": 60}
@@ -141,7 +141,7 @@ def test_a_comparison_of_a_number_with_a_text_is_explained_in_full(table: Path):
 
 def test_nothing_is_found_outside_the_table(table: Path):
     columns = pq.ParquetFile(table).schema_arrow.names
-    assert parse_where("width > 1 and class_name == 'x'", columns=columns).names == ("class_name", "width")
+    assert names_in("width > 1 and class_name == 'x'", columns=columns) == ["class_name", "width"]
     with pytest.raises(UserError, match="no column 'SIZES'"):
         found("SIZES == 1", table)
 
@@ -157,6 +157,14 @@ def test_what_is_no_table_of_a_set_is_refused(table: Path, tmp_path: Path, damag
         pq.write_table(content.set_column(0, "shard", pa.array([9] * len(content), pa.int32())), path)
     with pytest.raises(UserError, match=r"statistics\.parquet: cannot be read"):
         rows_where("width > 1", path, name="statistics.parquet")
+
+
+@pytest.mark.parametrize("text", ["width * height > 1", "pixels > 1", "width * 100_000 > 1"])
+def test_products_are_larger_than_a_columns_32_bits(tmp_path: Path, text: str):
+    row = {"shard": 0, "width": 60_000, "height": 60_000}
+    schema = pa.schema({name: pa.int32() for name in row}, {"shardvit": json.dumps({"shards": ["a"], "classes": []})})
+    pq.write_table(pa.Table.from_pylist([row], schema=schema), tmp_path / "x")
+    assert rows_where(text, tmp_path / "x", name="x")["a"].tolist() == [True]
 
 
 def test_several_labels_have_no_class_name(rows: list[dict[str, Any]], tmp_path: Path):

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.shards.labels import LabelSpec
-from shardvit.data_shards.shards.manifest import Manifest, Shard, read_manifest, timm_info, write_manifest
+from shardvit.data_shards.shards.manifest import Manifest, Shard, read_manifest, timm_info
+from tests.data_shards.written import write_manifest
 
 
 def make(root: Path, *, sizes: tuple[int, ...] = (512, 1024)) -> Manifest:

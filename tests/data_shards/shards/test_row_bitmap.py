@@ -21,5 +21,4 @@ def test_as_numpy_packs_bits():
 
 @pytest.mark.parametrize("text", ["", "9", "9:", "9:gA==", "x:gAA=", "-1:", "9:gAAA", "9:gAE=", "9:g A A=", "²:gA=="])
 def test_malformed_texts_are_refused(text: str):
-    with pytest.raises(ValueError, match=r"is not|counts"):
-        counted_rows(text)
+    assert counted_rows(text) is None

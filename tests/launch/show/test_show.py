@@ -114,6 +114,8 @@ def test_a_shipped_recipe_by_its_name_with_shards(call: Call, packed: Path, tmp_
         (("{shards}", "--labels", -1), ("--labels",)),
         (("{shards}", "--seed", -1), ("--seed",)),
         (("{shards}", "--step", 2), ("--step", "shards")),
+        (("{shards}", "--statistics", "--images", 9, "--label", "cls"), ("--label, --images", "--statistics")),
+        (("{recipe}", "--statistics"), ("--statistics", "recipe")),
         (("{shards}", "model.depth=3"), ("OVERRIDES",)),
         (("{shards}", "--stage", "pretrain"), ("--stage",)),
         (("{shards}", "--cache", "x"), ("--cache", "local")),

@@ -8,6 +8,7 @@ import tarfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,12 +17,18 @@ from PIL import Image
 from shardvit.data_shards.checking import identity
 from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.packing.pack import pack
-from shardvit.data_shards.shards.manifest import read_manifest, write_manifest
+from shardvit.data_shards.reading.opening import open_shards
+from shardvit.data_shards.sets.keeping import replace_manifest
+from shardvit.data_shards.shards.manifest import read_manifest
+from shardvit.data_shards.shards.shard_set import ShardSet
 from shardvit.data_shards.shards.tar_index import read_index
+from shardvit.data_shards.store.folders import LocalFolder
 from shardvit.pipeline.recipe.schema import Recipe
 from shardvit.pipeline.runs.run_folder import RunFolder
+from shardvit.pipeline.stage import stage_data
 from shardvit.pipeline.stage.data_record import check_data, has_record, keep_data, kept_manifests
 from shardvit.pipeline.stage.stage_data import open_data
+from tests.data_shards.written import write_manifest
 from tests.small_recipe import small_recipe, small_stage
 
 
@@ -47,14 +54,14 @@ class Run:
         self.folder.path.mkdir(parents=True)
         shutil.copytree(packed, self.shards)
 
-    def attempt(self, train: object = None, *, eval_set: str = "") -> tuple[str, ...]:
+    def attempt(self, train: object = None, *, eval_set: object = None) -> tuple[str, ...]:
         """Begin the stage, or continue with it; what was said."""
         sets = {"train": train or f"{self.shards}/train", "eval": eval_set or f"{self.shards}/val"}
         recipe = Recipe.model_validate(small_recipe(pretrain_=small_stage(global_batch_size=8, **sets)))
         kept = kept_manifests(self.folder, stages=["pretrain"])
         self.said: list[str] = []
         data = open_data(recipe, stage="pretrain", report=self.said.append, manifests=kept)
-        self.images = data.train.num_samples
+        self.images, self.held_out = data.train.num_samples, data.eval.num_samples
         record = check_data(self.folder, stage="pretrain", data=data)
         keep_data(self.folder, record, stage="pretrain")
         self.folder.update("pretrain", state="running", data_digest=record.digest)
@@ -195,6 +202,23 @@ def test_a_run_goes_on_with_the_manifest_that_it_began_with(run: Run, portion: d
     run.folder.update("pretrain", state="new", data_digest="")
     run.attempt(train)  # a new run takes what there is
     assert not run.said and run.images < images
+
+
+def test_both_parts_of_a_set_that_is_appended_to_meanwhile_are_of_one_manifest(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+):
+    place, manifest = f"{run.shards}/train", read_manifest(run.shards / "train")
+    write_manifest(fewer := replace(manifest, shards=manifest.shards[:-1]))
+
+    def append(*args: Any, **options: Any) -> ShardSet:
+        opened = open_shards(*args, **options)
+        replace_manifest(LocalFolder(run.shards / "train"), manifest)
+        return opened
+
+    monkeypatch.setattr(stage_data, "open_shards", append)
+    parts = [{"shards": place, "part": part, "hold_out": 0.25} for part in ("rest", "held_out")]
+    run.attempt(parts[:1], eval_set=parts[1])
+    assert run.images + run.held_out == fewer.num_samples < manifest.num_samples
 
 
 @pytest.mark.parametrize("digest", ["../../x", 3, "0" * 31, None])

@@ -75,7 +75,7 @@ def test_check_lists_them_and_they_are_no_problem(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     options = SemanticOptions(features=work / "model", similar=0.99)
-    code = check(str(work / "shards"), semantic=options, report=tmp_path / "out", as_json_text=True)
+    code = check(str(work / "shards"), semantic=options, report=str(tmp_path / "out"), as_json_text=True)
     result = json.loads(capsys.readouterr().out)
     (finding, *_) = [each for each in result["findings"] if each["kind"] == "semantic" and each["split"] == "train"]
     assert code == 0 and finding["severity"] == "info"

@@ -2,6 +2,7 @@
 
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ from PIL import Image
 from shardvit.data_shards.checking.near_duplicates import disk_join
 from shardvit.data_shards.checking.near_duplicates import matches as matches_module
 from shardvit.data_shards.checking.near_duplicates.candidates import find_candidates
-from shardvit.data_shards.checking.near_duplicates.fingerprint import ShardImages
+from shardvit.data_shards.checking.near_duplicates.fingerprint import ROW, KeptFingerprints, ShardImages
 from shardvit.data_shards.checking.near_duplicates.matches import find_matches
 from shardvit.data_shards.engines.engine import local_engine
 from shardvit.data_shards.errors import UserError
@@ -336,3 +337,29 @@ def test_a_killed_worker_of_the_join_is_an_error_and_loses_nothing_silently(
     sets = InMemory(with_copies), InMemory(originals, name="there")
     with pytest.raises(UserError, match="worker was killed"):
         find_matches(sets[0], [sets[1]], folder=tmp_path, engine=Losing(), report=lambda line: None)
+
+
+def test_workers_that_write_into_another_machines_folder_are_noticed(tmp_path: Path):
+    class Elsewhere:
+        workers = 1
+
+        def run(self, work, request, parts, *, done):
+            return local_engine(1).run(
+                work, replace(request, kept=tmp_path / "a", scratch=tmp_path / "b"), parts, done=done
+            )
+
+    images = InMemory([jpeg(image) for image in photographs(3)], read_by="processes")
+    with pytest.raises(UserError, match="shared"):
+        find_matches(images, [images], folder=tmp_path / "kept", engine=Elsewhere(), report=lambda line: None)
+
+
+def test_thumbnails_are_read_from_the_first_good_file(tmp_path: Path):
+    """A part whose kept file is damaged, and some of whose images cannot be read now, lies in the second."""
+    rows = np.zeros(3, ROW)
+    rows["thumbnail"] = np.arange(3)[:, None, None]
+    files = tmp_path / "kept.npy", tmp_path / "scratch.npy"
+    for file in files:
+        np.save(file, rows)
+    files[0].write_bytes(files[0].read_bytes()[:-500])
+    found = KeptFingerprints("x", "x", (3,), (files,)).thumbnails(np.array([2, 0]))
+    assert found[:, 0, 0].tolist() == [2, 0]

@@ -16,7 +16,7 @@ from PIL import Image
 from shardvit.data_shards.engines.engine import LocalEngine
 from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.packing.pack import pack
-from shardvit.data_shards.shards.manifest import read_manifest, write_manifest
+from shardvit.data_shards.shards.manifest import read_manifest
 from shardvit.data_shards.shards.row_bitmap import pack_rows
 from shardvit.data_shards.store.ranges import list_url, read_whole
 from tests.data_shards.http_server import FaultServer
@@ -31,6 +31,7 @@ from tests.data_shards.packing.sources.places import (
     tar_of,
     write,
 )
+from tests.data_shards.written import write_manifest
 
 # ---- img2dataset's output (its writers: webdataset, files)
 

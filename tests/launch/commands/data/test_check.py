@@ -122,6 +122,16 @@ def test_remote_shards(call: Call, served: str, packed: Path, tmp_path: Path):
     assert code == 1 and a_tar(packed).name.replace("000001", "000000") in output and "404" in output
 
 
+def test_statistics_may_be_written_to_a_url(call: Call, packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from shardvit.data_shards.sets.statistics_summary import summarise
+
+    monkeypatch.chdir(tmp_path)
+    place = f"memory://{tmp_path.name}"
+    code, _, error = call("check", packed, "--decode", "--statistics", "--output", place)
+    assert code == 0 and f"{place}/val/statistics.parquet" in error
+    assert summarise(f"{place}/val").images == 6 and not Path("memory:").exists()
+
+
 @pytest.mark.parametrize(
     ("args", "words"),
     [
@@ -132,6 +142,8 @@ def test_remote_shards(call: Call, served: str, packed: Path, tmp_path: Path):
         (["shards", "--lanes", "8"], ["--lanes", "--world-size"]),
         (["shards", "--cache", "c"], ["--cache", "local"]),
         (["s3://x/{0..1}.tar", "--cache-limit", "much"], ["--cache-limit", "'much'"]),
+        (["shards", "--output", "seen"], ["--output", "--against"]),
+        (["shards", "--against", "shards/val", "--output", "s3://bucket/seen"], ["--output", "URL", "folder"]),
         (["shards", "--nothing"], ["--nothing"]),
         ([], ["shards"]),
     ],

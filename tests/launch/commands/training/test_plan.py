@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from shardvit.data_shards.errors import UserError
-from shardvit.data_shards.shards.manifest import Manifest, Shard, write_manifest
+from shardvit.data_shards.shards.manifest import Manifest, Shard
 from shardvit.data_shards.store.download import StoreError
 from shardvit.data_shards.store.store import Store
 from shardvit.data_shards.text import show_bytes
@@ -20,6 +20,7 @@ from shardvit.launch.plan.plan_options import PlanOptions
 from shardvit.launch.plan.plan_page import RecipeForecast, as_json, as_page
 from shardvit.launch.plan.shards import GIVE_UP_SECONDS
 from shardvit.pipeline.recipe.schema import Recipe
+from tests.data_shards.written import write_manifest
 
 STAGE: dict[str, Any] = {"optimizer": {"name": "adamw", "lr": 0.001}, "global_batch_size": 1024}
 
