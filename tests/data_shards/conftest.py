@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from shardvit.data_shards.store import ranges, upload
 from shardvit.data_shards.store.cache import CacheConfig
+from shardvit.data_shards.store.download import Downloads
 from shardvit.data_shards.store.store import RetryPolicy, Store
 from tests.data_shards.http_server import FaultServer, serve
 from tests.data_shards.opened import QUICK, StoreFor
@@ -75,7 +77,7 @@ def moto_address() -> Iterator[tuple[str, int]]:
 
 @pytest.fixture
 def s3(moto_address: tuple[str, int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FaultServer]:
-    """A bucket "shards" behind a proxy that makes faults, and the environment that leads to it."""
+    """A bucket "shards" behind a proxy that makes faults, the environment that leads to it, and new connections."""
     import http.client
 
     with serve(FaultServer(upstream=moto_address)) as told:
@@ -91,6 +93,8 @@ def s3(moto_address: tuple[str, int], monkeypatch: pytest.MonkeyPatch, tmp_path:
         connection.request("PUT", "/shards")
         assert connection.getresponse().read() is not None
         connection.close()
+        monkeypatch.setattr(ranges, "SHARED", Downloads(QUICK))  # an earlier test's leads to its server
+        monkeypatch.setattr(upload, "UPLOADS", Downloads(QUICK, requests=6))
         yield told
 
 

@@ -42,7 +42,6 @@ def test_no_tar_can_write_on_the_screen_of_a_check(tmp_path: Path, monkeypatch: 
     result = check(
         ShardsSpec(str(tmp_path), label="txt"),
         options=CheckOptions(decode=True),
-        processes=1,
         report=lambda line: None,
     )
     text = as_text(result)

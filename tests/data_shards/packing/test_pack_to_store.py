@@ -17,23 +17,15 @@ from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.packing.pack import pack
 from shardvit.data_shards.reading.opening import open_all_splits
 from shardvit.data_shards.shards.shard_set import Report
-from shardvit.data_shards.store import ranges, upload
-from shardvit.data_shards.store.download import Downloads
 from shardvit.data_shards.store.ranges import list_url, read_whole
 from shardvit.data_shards.store.store import Store
 from tests.data_shards.http_server import FaultServer
-from tests.data_shards.opened import QUICK
 from tests.data_shards.packing.folders import tree, write_folder
 
 OUT = "s3://shards/some/set"
 quiet: Report = list[str]().append
 OPTIONS: dict[str, Any] = {"holdout": 0.2, "samples_per_shard": 300, "name": "digits"}
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch, s3: FaultServer) -> None:
-    monkeypatch.setattr(ranges, "SHARED", Downloads(QUICK))
-    monkeypatch.setattr(upload, "UPLOADS", Downloads(QUICK))
+pytestmark = pytest.mark.usefixtures("s3")
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +119,7 @@ def test_two_at_once(expected: dict[str, str]):
         thread.start()
     for thread in threads:
         thread.join()
-    assert not errors
+    assert errors == []
     pack("digits", OUT, report=quiet, **OPTIONS)
     assert stored() == expected
 

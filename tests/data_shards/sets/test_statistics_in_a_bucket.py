@@ -3,13 +3,9 @@
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
-
 from shardvit.data_shards.packing.pack import pack
 from shardvit.data_shards.sets.statistics import STATISTICS_FILE
 from shardvit.data_shards.sets.statistics_summary import summarise
-from shardvit.data_shards.store import ranges, upload
-from shardvit.data_shards.store.download import Downloads, RetryPolicy
 from shardvit.data_shards.store.store import Store
 from shardvit.launch.pages.shards_page import show_statistics
 from tests.data_shards.checking.doctored import looked_at
@@ -22,10 +18,7 @@ def test_check_makes_the_table_there_and_show_reads_it(
     put: Callable[[str, bytes], None],
     tmp_path: Path,
     store: Store,
-    monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr(ranges, "SHARED", Downloads(RetryPolicy()))
-    monkeypatch.setattr(upload, "UPLOADS", Downloads(RetryPolicy(), requests=6))
     write_folder(tmp_path / "images", {"cat": 9, "dog": 8})
     pack(str(tmp_path / "images"), tmp_path / "set", samples_per_shard=5, report=lambda line: None)
     for path in (tmp_path / "set" / "train").iterdir():

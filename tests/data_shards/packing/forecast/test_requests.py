@@ -8,17 +8,9 @@ import pytest
 
 from shardvit.data_shards.packing.forecast.trial import forecast
 from shardvit.data_shards.packing.pack import list_source, pack
-from shardvit.data_shards.store import ranges, upload
-from shardvit.data_shards.store.download import Downloads, RetryPolicy
+from shardvit.data_shards.store import upload
 from tests.data_shards.http_server import FaultServer
 from tests.data_shards.packing.folders import encoded
-
-
-@pytest.fixture(autouse=True)
-def connections_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave those of earlier tests' servers alone."""
-    monkeypatch.setattr(ranges, "SHARED", Downloads(RetryPolicy()))
-    monkeypatch.setattr(upload, "UPLOADS", Downloads(RetryPolicy(), requests=6))
 
 
 def seen(server: FaultServer) -> dict[str, int]:

@@ -193,11 +193,11 @@ def test_before_packing_it_says_what_it_assumed_and_what_to_give():
 def test_a_bucket_is_not_asked_for_what_the_flags_say_and_given_up_soon(monkeypatch: pytest.MonkeyPatch):
     asked: list[str] = []
 
-    def unreachable(self: Store, url: str, **more: Any) -> bytes:
+    def unreachable(self: Store, url: str) -> int | None:
         asked.append(url)
         raise StoreError(f"{url} does not answer")
 
-    monkeypatch.setattr(Store, "read_small", unreachable)
+    monkeypatch.setattr(Store, "size", unreachable)
     far = {
         "pretrain": STAGE | {"train": "s3://b/train", "eval": "s3://b/val", "image_size": 224, "duration": "2 epochs"}
     }
