@@ -101,9 +101,9 @@ def finish(job: PackJob, *, report: Report) -> Counts:
         of_split = (record for number, record in records.items() if job.plan.split(number)[0] == split)
         lost = sum(len(record.refused) for record in of_split)
         rows = _rows(job, made.get(split, []))
-        if live is None or (rows := live.statistics(split, rows)):
+        if found_of := live.statistics(split, rows, unreadable=lost) if live else (rows, [lost]):
             with scratch_folder(job.out) as own:
-                write_statistics(result.at(split), manifest, rows, unreadable=lost, scratch=own)
+                write_statistics(result.at(split), manifest, found_of[0], unreadable=found_of[1], scratch=own)
     result.write("_info.json", json_text(timm_info(whole.values())).encode())
     if live is not None:
         report(appended_line(job, live, manifests, read_digests_of(seen, job.numbers(job.plan))))

@@ -58,8 +58,8 @@ from shardvit.data_shards.packing.work import (
 )
 from shardvit.data_shards.processes import num_cores
 from shardvit.data_shards.progress_line import Progress
-from shardvit.data_shards.sets.live import LiveSet, open_live
-from shardvit.data_shards.shards.location import is_local, join, local_path, redacted
+from shardvit.data_shards.sets.live import LiveSet, lists_of, open_live
+from shardvit.data_shards.shards.location import is_local, local_path, redacted
 from shardvit.data_shards.shards.shard_set import Report
 from shardvit.data_shards.store.folders import open_folder
 from shardvit.data_shards.text import counted, printable, show_bytes
@@ -109,7 +109,8 @@ def pack(
     manifests = () if counts is None else manifests_of(location, text)
     lists = text
     if manifests and request.existing == "append":
-        lists = join(text, Start(len(open_live(open_folder(location)).packings) - 1).lists)
+        live = open_live(open_folder(location))
+        lists = lists_of(open_folder(text), len(live.packings) - 1).location
     result = PackReport(text, manifests, counts or Counts(), compared, lists, seconds=time.monotonic() - start)
     for line in result.lines(dropped=request.duplicates == "drop") if manifests else ():
         report(line)

@@ -26,6 +26,7 @@ from shardvit.data_shards.packing.sources.base import ImageSet, Int64s, SplitNam
 from shardvit.data_shards.packing.sources.located import Container, LocatedFiles
 from shardvit.data_shards.packing.work import result_folder, work_folder
 from shardvit.data_shards.sets.arrow_columns import arrow_array, numbers_of
+from shardvit.data_shards.sets.live import lists_of
 from shardvit.data_shards.shards.location import redacted
 from shardvit.data_shards.shards.shard_index import Texts
 from shardvit.data_shards.store.download import StoreError
@@ -101,7 +102,7 @@ class PackJob:
     @property
     def lists(self) -> Folder:
         """Folder of the packing's lists: the result, unless it is appended to a set."""
-        return self.result.at(self.start.lists) if self.start.lists else self.result
+        return lists_of(self.result, self.start.packing)
 
     @property
     def pixel_limit(self) -> PixelLimit:

@@ -45,11 +45,6 @@ class Start:
     images: int = 0  # of the sources before
     shards: Mapping[SplitName, int] = field(default_factory=dict)
 
-    @property
-    def lists(self) -> str:
-        """Folder of the packing's lists in OUT; "": OUT itself."""
-        return f"appended/{self.packing:03d}" if self.packing else ""
-
 
 @dataclass(frozen=True)
 class ShardPlan:

@@ -18,7 +18,7 @@ from typing import Any
 from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.reading.opening import manifest_of
 from shardvit.data_shards.sets.keeping import replace_manifest
-from shardvit.data_shards.sets.statistics import open_table, rows_by_shard
+from shardvit.data_shards.sets.statistics import open_table, rows_by_shard, unreadable_of
 from shardvit.data_shards.shards.location import join, redacted
 from shardvit.data_shards.shards.manifest import MANIFEST_FILE, Manifest, json_text, manifest_name
 from shardvit.data_shards.store.folders import Folder
@@ -42,8 +42,7 @@ class LiveSet:
         return self.manifests["train"].classes
 
     def lists(self, packing: int) -> Folder:
-        """Return the folder of a packing's lists; `len(packings)` is the next one."""
-        return self.folder.at(f"appended/{packing:03d}") if packing else self.folder
+        return lists_of(self.folder, packing)
 
     def find(self, content: Mapping[str, object]) -> int | None:
         """Return the packing that was of the same request and source, if any."""
@@ -51,14 +50,21 @@ class LiveSet:
         found = ({key: packing.get(key) for key in same} == same for packing in self.packings)
         return next((number for number, is_same in enumerate(found) if is_same), None)
 
-    def statistics(self, split: str, more: Iterator[tuple[int, bytes]]) -> Iterator[tuple[int, bytes]] | None:
-        """Put the rows of more shards behind those of a split (see `write_statistics`); None if that has no table."""
-        before = self.manifests.get(split)
-        if before is None:
-            return more
-        table = open_table(self.folder.at(split))
+    def statistics(
+        self, split: str, more: Iterator[tuple[int, bytes]], *, unreadable: int
+    ) -> tuple[Iterator[tuple[int, bytes]], list[int]] | None:
+        """Put the rows of more shards, and their unreadable images, behind those of a split (see `write_statistics`).
+
+        None if the split has no table.
+        """
+        none_before = [0] * len(self.packings)
+        if (before := self.manifests.get(split)) is None:
+            return more, [*none_before, unreadable]
+        if (table := open_table(self.folder.at(split))) is None:
+            return None
+        known = [*unreadable_of(table), *none_before][: len(self.packings)]  # without those of a killed attempt
         behind = ((len(before.shards) + number, rows) for number, rows in more)
-        return None if table is None else chain(rows_by_shard(table, before), behind)
+        return chain(rows_by_shard(table, before), behind), [*known, unreadable]
 
     def finish(self, content: Mapping[str, object], both: Mapping[str, Manifest]) -> None:
         """Replace the manifests, that of train last, after the packing's pack.json."""
@@ -68,6 +74,11 @@ class LiveSet:
         self.lists(len(self.packings)).write(PACK_FILE, text.encode())
         for split in changed:
             replace_manifest(self.folder.at(split), both[split])
+
+
+def lists_of(out: Folder, packing: int) -> Folder:
+    """Return the folder of a packing's lists; 0 is the one that made the set."""
+    return out.at(f"appended/{packing:03d}") if packing else out
 
 
 def open_live(folder: Folder) -> LiveSet:
@@ -93,15 +104,14 @@ def open_live(folder: Folder) -> LiveSet:
 
 def _packings(folder: Folder) -> Iterator[dict[str, Any]]:
     for number in count():
-        file = f"appended/{number:03d}/{PACK_FILE}" if number else PACK_FILE
+        lists = lists_of(folder, number)
         try:
-            yield dict(parse_json(folder.read(file)))
+            yield dict(parse_json(lists.read(PACK_FILE)))
         except FileNotFoundError:
             return
         except (ValueError, TypeError):
-            raise UserError(
-                f"{redacted(join(folder.location, file))}: it is broken; pack into another folder"
-            ) from None
+            file = redacted(join(lists.location, PACK_FILE))
+            raise UserError(f"{file}: it is broken; pack into another folder") from None
 
 
 def _as_before(folder: Folder, split: str, now: Manifest, digest: str) -> Manifest:

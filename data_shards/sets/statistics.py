@@ -134,12 +134,13 @@ def write_statistics(
     manifest: Manifest,
     parts: Iterable[tuple[int, bytes]],
     *,
-    unreadable: int = 0,
+    unreadable: Sequence[int] = (),
     scratch: Path | None = None,
 ) -> None:
     """Write `folder`'s table: `parts` are shards' numbers in the manifest and their rows (`to_parquet`), in order.
 
-    `unreadable` images were left out of the shards. `scratch` is a local folder (default: the system's).
+    `unreadable` counts the images that each packing left out of the shards. `scratch` is a local folder (default: the
+    system's).
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -196,6 +197,13 @@ def open_table(folder: Folder) -> RangedFile | None:
         return RangedFile(join(folder.location, STATISTICS_FILE))
     except FileNotFoundError:
         return None
+
+
+def unreadable_of(table: RangedFile) -> list[int]:
+    """Return `unreadable` of `write_statistics`."""
+    import pyarrow.parquet as pq
+
+    return read_facts(pq.read_schema(table).metadata)["unreadable"]
 
 
 def rows_by_shard(table: RangedFile | Path, manifest: Manifest) -> Iterator[tuple[int, bytes]]:

@@ -98,7 +98,7 @@ def summarise(location: str) -> SetStatistics:
         facts = read_facts(file.schema_arrow.metadata)
         classes, shards = tuple(map(str, facts["classes"])), tuple(map(str, facts["shards"]))
         name, split, is_multi_label = str(facts["name"]), str(facts["split"]), facts["labels"] == "multi"
-        made = SetStatistics(shown, name, split, classes, is_multi_label, shards, int(facts["unreadable"]))
+        made = SetStatistics(shown, name, split, classes, is_multi_label, shards, sum(facts["unreadable"]))
         best: dict[str, list[_Scored]] = {}
         for group in range(file.num_row_groups):
             _add(made, file.read_row_group(group, columns=_COLUMNS), group=group, best=best)

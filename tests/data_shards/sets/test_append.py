@@ -12,6 +12,7 @@ from shardvit.data_shards.checking.check import check
 from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.packing.pack import pack
 from shardvit.data_shards.reading.opening import open_shards
+from shardvit.data_shards.sets.statistics_summary import summarise
 from shardvit.data_shards.shards.manifest import read_manifest
 from shardvit.data_shards.shards.shard_set import ShardsSpec
 from shardvit.data_shards.store import folders
@@ -185,6 +186,28 @@ def test_statistics_are_those_of_all(sources: Sources, out: Path):
     assert [(row["shard"], row["row"]) for row in rows] == [
         (at, row) for at, size in enumerate(sizes) for row in range(size)
     ]
+
+
+def test_unreadable_images_of_all_packings_are_counted_once(
+    sources: Sources, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    for source in (sources.one, sources.two):
+        shutil.copytree(source, tmp_path / source.name)
+        (tmp_path / source.name / "dog" / "broken.png").write_bytes(b"no image")
+    quiet(tmp_path / "one", tmp_path / "set", unreadable="skip")
+    real = folders.LocalFolder.write
+
+    def write(self: folders.LocalFolder, name: str, data: bytes) -> None:
+        if name == "pack.json":  # the table is written already
+            raise KeyboardInterrupt
+        real(self, name, data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(folders.LocalFolder, "write", write)
+        with pytest.raises(KeyboardInterrupt):
+            append(tmp_path / "two", tmp_path / "set", unreadable="skip")
+    append(tmp_path / "two", tmp_path / "set", unreadable="skip")
+    assert summarise(str(tmp_path / "set" / "train")).unreadable == 2
 
 
 @pytest.mark.parametrize("damage", ["nothing", "no set", "another kind", "name"])

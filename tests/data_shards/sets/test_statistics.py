@@ -62,7 +62,7 @@ def samples(count, *, start=0, copies=3):
 def table(folder, parts, *, shards=3):
     shown = tuple(Shard(f"x-{number}.tar", 5, 1, f"{number:064}") for number in range(shards))
     manifest = Manifest(folder, "x", "train", ("cat", "dog"), shown, "src")
-    write_statistics(LocalFolder(folder), manifest, parts, unreadable=2)
+    write_statistics(LocalFolder(folder), manifest, parts, unreadable=[2])
     return pq.ParquetFile(folder / STATISTICS_FILE)
 
 
@@ -81,7 +81,7 @@ def test_the_table_marks_later_copies_and_does_not_depend_on_how_the_work_was_cu
     assert frame["shard"].tolist() == [0] * 5 + [1] * 5 + [2] * 5
     assert pd.isna(frame.loc[1, "mean_r"])
     facts = read_facts(whole.schema_arrow.metadata)
-    assert (facts["classes"], facts["unreadable"], facts["shards"][2]) == (["cat", "dog"], 2, "x-2.tar")
+    assert (facts["classes"], facts["unreadable"], facts["shards"][2]) == (["cat", "dog"], [2], "x-2.tar")
     assert [each.name for each in tmp_path.joinpath("a").iterdir()] == [STATISTICS_FILE]
 
 

@@ -38,7 +38,7 @@ def made(folder, *, shards=4, images=30, multi=False, monkeypatch):
     kind = LabelSpec(part="json", key="label", kind="multi") if multi else LabelSpec()
     names = tuple(Shard(f"x-{number}.tar", images, 1, "") for number in range(shards))
     manifest = Manifest(folder, "x", "train", tuple("abcde"), names, "s", labels=kind)
-    write_statistics(LocalFolder(folder), manifest, parts, unreadable=2)
+    write_statistics(LocalFolder(folder), manifest, parts, unreadable=[1, 1])
     import pyarrow.parquet as pq
 
     frame = pq.read_table(folder / "statistics.parquet").to_pandas()
