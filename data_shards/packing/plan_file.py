@@ -1,6 +1,7 @@
 """The plan on disk or in a store: what a worker needs to make a shard, and what remains to be done at the end.
 
     plan.json            `PackJob`
+    left_out.jsonl       what is not planned, as lines of unreadable.jsonl
     plan/00000.parquet   the images of some shards, a row group each; whole/...: with the duplicates that are dropped
 
 A worker reads one part of a megabyte or so; 10^8 images take about 5 GB, written part by part.
@@ -18,11 +19,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from shardvit.data_shards.durable import lines_text
 from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.images.decode import PixelLimit
 from shardvit.data_shards.packing.image import PACKED_LIMIT, Resize
 from shardvit.data_shards.packing.shard_plan import Line, ShardPlan, Start, shard_file
-from shardvit.data_shards.packing.sources.base import ImageSet, Int64s, SplitName
+from shardvit.data_shards.packing.sources.base import ImageSet, Int64s, LeftOut, SplitName
 from shardvit.data_shards.packing.sources.located import Container, LocatedFiles
 from shardvit.data_shards.packing.work import work_folder
 from shardvit.data_shards.sets.arrow_columns import arrow_array, numbers_of
@@ -37,7 +39,7 @@ from shardvit.data_shards.vocabulary import LabelKind
 if TYPE_CHECKING:
     import pyarrow as pa
 
-JOB_FILE = "plan.json"
+JOB_FILE, LEFT_OUT_FILE = "plan.json", "left_out.jsonl"
 _PART_ROWS, _PART_SHARDS = 1 << 16, 64  # most of a parquet file, which a worker reads whole
 _COLUMNS = ("container", "offset", "size", "stamp", "number")
 
@@ -81,7 +83,6 @@ class PackJob:
     containers: tuple[Container, ...]
     plan: PlanTable
     whole: PlanTable  # the same, unless duplicates are dropped
-    left_out: tuple[tuple[SplitName, str], ...]
     excluded: Mapping[str, int]  # counts, for `Counts`
     start: Start = field(default_factory=Start)
 
@@ -210,8 +211,9 @@ def write_table(shards: Sequence[ShardPlan], name: str, job: PackJob, *, first: 
     return table
 
 
-def save_job(job: PackJob) -> None:
-    """Write plan.json."""
+def save_job(job: PackJob, left_out: Iterable[LeftOut]) -> None:
+    """Write plan.json, last, and left_out.jsonl."""
+    job.work.write(LEFT_OUT_FILE, lines_text(each.as_json() for each in left_out))
     content = asdict(job) | ({"whole": None} if job.whole is job.plan else {})
     del content["out"]
     job.work.write(JOB_FILE, json.dumps(content).encode())
@@ -225,8 +227,8 @@ def load_job(out: str) -> PackJob | None:
         plan = PlanTable(**content["plan"])
         content |= {"plan": plan, "whole": PlanTable(**content["whole"]) if content["whole"] else plan}
         content |= {"containers": tuple(Container(**each) for each in content["containers"])}
-        content |= {"classes": tuple(content["classes"]), "left_out": tuple(map(tuple, content["left_out"]))}
-        job = PackJob(out, **content | {"start": Start(**content["start"])})
+        content |= {"classes": tuple(content["classes"]), "start": Start(**content["start"])}
+        job = PackJob(out, **content)
         _ = job.source, job.resize, job.pixel_limit  # raise if the request is broken
         return job
     except FileNotFoundError:

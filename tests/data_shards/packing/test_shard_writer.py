@@ -106,7 +106,6 @@ def mark_of(shard: ShardPlan, resize: Resize | None = None) -> str:
             containers=(),
             plan=NO_TABLE,
             whole=NO_TABLE,
-            left_out=(),
             excluded={},
         )
         (mark,) = write_table([shard], "plan", job, first={id(shard.images.files): 0}).marks
