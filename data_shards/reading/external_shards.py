@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -77,7 +76,7 @@ def open_external(
 def read_classes(path: Path) -> tuple[str, ...]:
     """Read class names from a text file (one a line) or JSON (a list, or {name: number}); UserError for others."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
         content = parse_json(text) if text.lstrip()[:1] in ("[", "{") else text.splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: the list of classes cannot be read ({error})") from None
@@ -94,9 +93,11 @@ def read_classes(path: Path) -> tuple[str, ...]:
         raise UserError(
             f"{path}: there should be one name of a class a line, a JSON list of names, or {{name: number}}"
         )
-    name, times = Counter(content).most_common(1)[0]
-    if times > 1:
-        raise UserError(f"{path}: the class {name!r} is there twice")
+    first: dict[str, int] = {}
+    for number, name in enumerate(content):
+        if first.setdefault(name, number) != number or not name.isprintable():
+            reason = "is there twice" if first[name] != number else "cannot be written"
+            raise UserError(f"{path}: class {number}, {name!a} {reason}; give each class a name of its own")
     return tuple(content)
 
 

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,9 +27,9 @@ from shardvit.data_shards.packing.sources.base import (
     SUFFIXES,
     Int64s,
     is_image,
-    walk_folder,
 )
 from shardvit.data_shards.packing.sources.located import Container, LocatedFiles, folder_files, stamp_of
+from shardvit.data_shards.packing.sources.tree import local_tree
 from shardvit.data_shards.shards.location import redacted
 from shardvit.data_shards.shards.shard_index import MOST_TAR_BYTES, Texts, default_index_folder, read_arrays
 from shardvit.data_shards.shards.shard_set import Report
@@ -78,7 +79,7 @@ class Archive:
     @property
     def container(self) -> Container:
         location, stamp = os.path.abspath(self.path), f"{self.num_bytes}-{self.stat.st_mtime_ns}"
-        if not self.path.name.lower().endswith(GZIPPED):
+        if not is_gzipped(location):
             return Container("tar", location, stamp)
         if self.unpacking.folder is None:
             raise UserError(f"{self.path}: it is compressed; decompress it (`gunzip`) and give the plain tar")
@@ -98,11 +99,10 @@ def list_archives(archives: Sequence[Archive], *, folder: Path | None = None) ->
     if total >= _LISTED_AT_ONCE_BYTES:
         archives[0].unpacking.report(f"{archives[0].path}: listing {show_bytes(total)} of images, once")
     with ThreadPoolExecutor(_THREADS) as pool:
-        parts = list(pool.map(lambda each: _list_archive(each, above=stem(each.path.name) if folder else ""), archives))
-    names, offsets, sizes = zip(*(piece for part in parts for piece in part), strict=True)
-    counts = [sum(len(piece.names) for piece in part) for part in parts]
-    archive = np.repeat(np.arange(len(parts)), counts).astype(np.int64)
-    found = _Listing(Texts.join(names), archive, np.concatenate(offsets), np.concatenate(sizes))
+        stems = [stem(archive.path.name) if folder else "" for archive in archives]
+        parts = pool.map(_list_archive, archives, count(), stems)
+        names, *arrays = zip(*(piece for part in parts for piece in part), strict=True)
+    found = _Listing(Texts.join(names), *map(np.concatenate, arrays))
     with contextlib.suppress(OSError):  # the cache only saves time
         _save(found, kept)
     return _located(path, archives, found)
@@ -112,7 +112,7 @@ def open_files(path: Path, *, unpacking: Unpacking) -> LocatedFiles:
     """List a folder (names start with its own, as in an archive of it) or an archive; UserError for others."""
     if path.is_dir():
         whole = Path(os.path.abspath(path))
-        images, others = walk_folder(whole.parent, whole.name)
+        images, others = local_tree(whole.parent).walk(whole.name)
         return folder_files(whole.parent, [*images, *others], path=path)
     if not is_archive(path):
         raise UserError(f"{path}: there is no such folder, and no archive ({', '.join(SUFFIXES)}) of that name")
@@ -127,6 +127,11 @@ def is_archive(path: Path) -> bool:
 def is_tar(location: str) -> bool:
     """True for the name of a tar, gzipped or not, whatever follows in a URL."""
     return redacted(location).lower().endswith(SUFFIXES)
+
+
+def is_gzipped(location: str) -> bool:
+    """True for the name of a .tar.gz or .tgz."""
+    return redacted(location).lower().endswith(GZIPPED)
 
 
 def read_small(files: LocatedFiles, row: int) -> bytes:
@@ -180,31 +185,23 @@ class _Listing(NamedTuple):
     sizes: Int64s
 
 
-class _Piece(NamedTuple):
-    """Some files of an archive, as arrays: ImageNet-21k has 14 million."""
-
-    names: Texts
-    offset: Int64s
-    size: Int64s
-
-
-def _list_archive(archive: Archive, *, above: str) -> list[_Piece]:
+def _list_archive(archive: Archive, number: int, above: str) -> list[_Listing]:
     with open(archive.container.plain(archive.unpacking.report), "rb", buffering=0) as opened:
         outer = _walk(opened.fileno(), archive.path, above=above)
         tars = [member for member in outer if member.name.lower().endswith(".tar")]
 
-        def nested(tar: Member) -> _Piece:
+        def nested(tar: Member) -> _Listing:
             part = (tar.offset, tar.offset + tar.size)
-            return _piece(_walk(opened.fileno(), archive.path, above=stem(tar.name), part=part))
+            return _listing(_walk(opened.fileno(), archive.path, above=stem(tar.name), part=part), number)
 
         with ThreadPoolExecutor(_THREADS) as pool:
-            plain = _piece([member for member in outer if not member.name.lower().endswith(".tar")])
+            plain = _listing([member for member in outer if not member.name.lower().endswith(".tar")], number)
             pieces = [plain, *pool.map(nested, tars)]
     _refuse_shared(pieces, archive.path)
     return pieces
 
 
-def _refuse_shared(pieces: Sequence[_Piece], path: Path) -> None:
+def _refuse_shared(pieces: Sequence[_Listing], path: Path) -> None:
     """Refuse two images of one name, such as a/1.png and 1.png in a.tar."""
     folders = Counter(each for piece in pieces for each in {name.rpartition("/")[0] for name in piece.names})
     found = Counter(
@@ -233,12 +230,9 @@ def _walk(descriptor: int, path: Path, *, above: str, part: tuple[int, int | Non
     return found
 
 
-def _piece(members: Sequence[Member]) -> _Piece:
-    return _Piece(
-        Texts.of(member.name for member in members),
-        np.array([member.offset for member in members], dtype=np.int64),
-        np.array([member.size for member in members], dtype=np.int64),
-    )
+def _listing(members: Sequence[Member], archive: int) -> _Listing:
+    arrays = (np.array(each, np.int64) for each in ([m.offset for m in members], [m.size for m in members]))
+    return _Listing(Texts.of(member.name for member in members), np.full(len(members), archive), *arrays)
 
 
 def _located(path: Path, archives: Sequence[Archive], found: _Listing) -> LocatedFiles:

@@ -29,6 +29,7 @@ _MOST_PROBLEMS = 20
 _PIECE = 1 << 16  # names at a time
 
 SplitName = Literal["train", "val", "test"]
+Unfit = Literal["refuse", "skip"]  # what cannot be used
 SPLITS: dict[str, SplitName] = {"train": "train", "val": "val", "validation": "val", "test": "test"}  # by folder
 Int64s = NDArray[np.int64]
 
@@ -154,13 +155,6 @@ def scan_folder(folder: Path) -> tuple[list[str], list[str], list[str]]:
     return sorted(name for name in is_folder if is_folder[name]), images, sorted({*files} - {*images})
 
 
-def walk_folder(root: Path, start: str = "") -> tuple[list[str], list[str]]:
-    """List visible images and other files below ROOT/start, relative to `root`, as `walk` does."""
-    return gathered(
-        walk(lambda each: scan_folder(root / each), start, place=lambda each: os.path.realpath(root / each))
-    )
-
-
 def walk(
     scan: Callable[[str], tuple[list[str], list[str], list[str]]], start: str, *, place: Callable[[str], str] = str
 ) -> Iterator[tuple[list[str], list[str]]]:
@@ -180,12 +174,6 @@ def walk(
         images, others = ([f"{above}{name}" for name in names] for names in files)
         yield images, others
         stack.extend(f"{above}{name}" for name in reversed(folders))
-
-
-def gathered(folders: Iterable[tuple[list[str], list[str]]]) -> tuple[list[str], list[str]]:
-    """Concatenate what `walk` yields."""
-    images, others = [*zip(*folders, strict=True)]
-    return [*chain.from_iterable(images)], [*chain.from_iterable(others)]
 
 
 def num_shared(paths: Iterable[Sequence[str]]) -> int:

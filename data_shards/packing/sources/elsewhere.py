@@ -10,7 +10,7 @@ import numpy as np
 
 from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.packing.sources.archive import Unpacking, is_tar
-from shardvit.data_shards.packing.sources.base import SUFFIXES, ImageSet, Source, SplitName
+from shardvit.data_shards.packing.sources.base import SUFFIXES, ImageSet, Source, SplitName, Unfit
 from shardvit.data_shards.packing.sources.folder import folder_source
 from shardvit.data_shards.packing.sources.imagenet import is_class_tar
 from shardvit.data_shards.packing.sources.label_list import LabelList, label_list_source
@@ -20,7 +20,6 @@ from shardvit.data_shards.packing.sources.tables.table_source import table_sourc
 from shardvit.data_shards.packing.sources.tars.samples import (
     ONLY_SAMPLES,
     SampleOptions,
-    Unfit,
     absolute,
     set_source,
     tar_source,

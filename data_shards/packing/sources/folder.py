@@ -7,7 +7,6 @@ skipped and counted. Opens no image.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.packing.sources.base import (
@@ -15,12 +14,12 @@ from shardvit.data_shards.packing.sources.base import (
     LeftOut,
     Source,
     SplitName,
+    Unfit,
     class_images,
     left_out_notes,
     refuse_all,
-    walk_folder,
 )
-from shardvit.data_shards.packing.sources.tree import FolderTree
+from shardvit.data_shards.packing.sources.tree import FolderTree, local_tree
 from shardvit.data_shards.text import named
 from shardvit.data_shards.vocabulary import SPLIT_FOLDERS
 
@@ -28,7 +27,7 @@ from shardvit.data_shards.vocabulary import SPLIT_FOLDERS
 @dataclass
 class _Listing:
     tree: FolderTree
-    unfit: Literal["refuse", "skip"]
+    unfit: Unfit
     names: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -76,7 +75,7 @@ class _Listing:
         return by_class
 
 
-def folder_source(tree: FolderTree, *, unfit: Literal["refuse", "skip"] = "refuse") -> Source:
+def folder_source(tree: FolderTree, *, unfit: Unfit = "refuse") -> Source:
     """Recognise the layout of a folder; one UserError lists all mistakes but those that `unfit` skips."""
     found = _Listing(tree, unfit)
     used = _splits(found)
@@ -154,7 +153,7 @@ def image_files(paths: Sequence[Path]) -> list[Path]:
     files: list[Path] = []
     for path in paths:
         if path.is_dir():
-            found = walk_folder(path)[0]
+            found = local_tree(path).walk("")[0]
             if not found:
                 raise UserError(f"{path}: there is no image in this folder (jpg, png, webp, bmp, gif, tif or ppm)")
             files += [path / name for name in found]

@@ -15,7 +15,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -35,6 +35,7 @@ from shardvit.data_shards.packing.sources.base import (
     LeftOut,
     Source,
     SplitName,
+    Unfit,
     class_images,
     is_image,
     left_out_notes,
@@ -57,8 +58,6 @@ _RELEASES = (  # title, classes, images, by image-net.org; the paper uses the fi
     ("ImageNet-21k (fall 2011)", 21_841, 14_197_122),
     ("ImageNet-21k (winter 2021)", 19_167, 13_153_500),
 )
-
-Unfit = Literal["refuse", "skip"]
 
 
 class Parts(NamedTuple):

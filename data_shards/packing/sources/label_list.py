@@ -38,6 +38,7 @@ from shardvit.data_shards.packing.sources.base import (
 )
 from shardvit.data_shards.packing.sources.located import ABSENT
 from shardvit.data_shards.packing.sources.tree import FolderTree, local_tree
+from shardvit.data_shards.reading.external_shards import read_classes
 from shardvit.data_shards.text import brief, one_line, parse_json
 
 VTAB_TRAIN, VTAB_TEST = "train800val200.txt", "test.txt"
@@ -49,7 +50,7 @@ Label = int | str
 
 @dataclass(frozen=True)
 class LabelList:
-    """A list of labels; `class_names` is a text file that names class 0, 1, ..., one a line."""
+    """A list of labels; `class_names` names class 0, 1, ... (see `read_classes`)."""
 
     file: Path  # a .csv or .jsonl file
     path_column: str = "path"  # CSV column or JSONL key of the image's path
@@ -228,7 +229,7 @@ def _parsed_texts(texts: Sequence[str], labels: LabelList) -> tuple[bool, list[l
     parts = [[text] for text in texts]
     if is_multi:
         parts = [[part.strip() for part in text.split(_SEPARATOR)] if text.strip() else [] for text in texts]
-    names = set(_class_names(labels.class_names) if labels.class_names else ())
+    names = set(read_classes(labels.class_names) if labels.class_names else ())
     found = {part for each in parts for part in each}
     if not found <= names and all(re.fullmatch(r"[0-9]{1,18}", part) for part in found):
         return is_multi, [[int(part) for part in each] for each in parts]
@@ -284,19 +285,6 @@ def _jsonl_rows(labels: LabelList) -> Iterator[tuple[int, Any, Any]]:
         yield line, entry[labels.path_column], entry[labels.label_column]
 
 
-def _class_names(file: Path) -> tuple[str, ...]:
-    names: dict[str, int] = {}
-    for line, text in read_lines(file):
-        name = text.strip()
-        if name in names or not name.isprintable():
-            reason = f"is on line {names[name]} already" if name in names else "cannot be written"
-            raise UserError(f"{file}, line {line}: the name {name!a} {reason}; give each class a name of its own")
-        names[name] = line
-    if not names:
-        raise UserError(f"{file}: there is no name in it; write the name of a class on each line")
-    return tuple(names)
-
-
 def number_labels(rows: list[LabelRow], labels: LabelList) -> tuple[list[list[int]], tuple[str, ...]]:
     """Number the labels of each row, and name the classes; UserError names a line with a label that is none."""
     kinds = {type(label): row for row in rows for label in row.labels}
@@ -304,7 +292,7 @@ def number_labels(rows: list[LabelRow], labels: LabelList) -> tuple[list[list[in
         line = max(row.line for row in kinds.values())
         raise UserError(f"{labels.file}, line {line}: names and numbers of classes are mixed; use one of them")
     if labels.class_names is not None:
-        classes = _class_names(labels.class_names)
+        classes = read_classes(labels.class_names)
     elif int in kinds:
         highest, line = max((int(label), row.line) for row in rows for label in row.labels)
         if highest >= _MOST_CLASS_NUMBERS:

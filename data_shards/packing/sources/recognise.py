@@ -8,7 +8,7 @@ from pathlib import Path
 from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.packing.sources import arrays, imagenet, oxford
 from shardvit.data_shards.packing.sources.archive import Unpacking, is_archive, open_files
-from shardvit.data_shards.packing.sources.base import SUFFIXES, Source
+from shardvit.data_shards.packing.sources.base import SUFFIXES, Source, Unfit
 from shardvit.data_shards.packing.sources.elsewhere import elsewhere_source, tree_source
 from shardvit.data_shards.packing.sources.label_list import (
     VTAB_TEST,
@@ -51,7 +51,7 @@ def open_source(
     published: Published = Published(),
     samples: SampleOptions = SampleOptions(),  # noqa: B008 - frozen
     unpacking: Unpacking = Unpacking(),  # noqa: B008 - frozen
-    unfit: imagenet.Unfit = "refuse",
+    unfit: Unfit = "refuse",
 ) -> Source:
     """Open `digits`, `fashion-mnist`, a folder (`./digits` for one of that name), an archive, a list, a URL or tars.
 
@@ -98,7 +98,7 @@ def open_source(
     return source
 
 
-def _published_file(path: Path, options: Published, *, unpacking: Unpacking, unfit: imagenet.Unfit) -> Source | None:
+def _published_file(path: Path, options: Published, *, unpacking: Unpacking, unfit: Unfit) -> Source | None:
     if path.suffix == ".txt":
         options.refuse("--val-labels", "--superclasses", because=f"{path} is a list of images with their classes")
         return path_lists_source(path, options.val, spec=path)
@@ -119,7 +119,7 @@ def _published_file(path: Path, options: Published, *, unpacking: Unpacking, unf
     return _class_source(path, imagenet.Parts(path), options, unpacking=unpacking, unfit=unfit)
 
 
-def _published_folder(path: Path, options: Published, *, unpacking: Unpacking, unfit: imagenet.Unfit) -> Source | None:
+def _published_folder(path: Path, options: Published, *, unpacking: Unpacking, unfit: Unfit) -> Source | None:
     train, test = path / VTAB_TRAIN, path / VTAB_TEST
     if train.is_file():
         options.refuse(because=f"{path} has its test images in {test.name}")
@@ -140,7 +140,7 @@ def _published_folder(path: Path, options: Published, *, unpacking: Unpacking, u
 
 
 def _class_source(
-    path: Path, parts: imagenet.Parts, options: Published, *, unpacking: Unpacking, unfit: imagenet.Unfit
+    path: Path, parts: imagenet.Parts, options: Published, *, unpacking: Unpacking, unfit: Unfit
 ) -> Source:
     options.refuse("--superclasses", because=f"{path} is not CIFAR-100")
     if options.val is not None:

@@ -12,12 +12,13 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
 
 from shardvit.data_shards.errors import UserError
-from shardvit.data_shards.packing.sources.base import gathered, is_image, scan_folder, walk
+from shardvit.data_shards.packing.sources.base import is_image, scan_folder, walk
 from shardvit.data_shards.packing.sources.located import ABSENT, Container, LocatedFiles, folder_files, stamp_of
 from shardvit.data_shards.shards.location import is_local, join, local_path, redacted
 from shardvit.data_shards.store.ranges import list_url
@@ -52,7 +53,8 @@ class FolderTree:
 
     def walk(self, folder: str) -> tuple[list[str], list[str]]:
         """List images and other files below a folder, depth first."""
-        return gathered(self.folders(folder))
+        images, others = zip(*self.folders(folder), strict=True)
+        return [*chain.from_iterable(images)], [*chain.from_iterable(others)]
 
     def folders(self, folder: str = "") -> Iterator[tuple[list[str], list[str]]]:
         """Yield the images and other files of each folder below one, depth first."""

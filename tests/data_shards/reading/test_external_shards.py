@@ -50,6 +50,7 @@ def test_classes_from_a_file(tmp_path: Path):
         ("dog\ncat\n", "the label '2' is not one of the 2 classes"),
         ("dog\nbird\ncow", "the label 'cat'"),
         ("dog\ncat\ndog", "'dog' is there twice"),
+        ("dog\nc\x07t", "cannot be written"),
         ("", "one name of a class a line"),
         ("[1, 2]", "one name of a class a line"),
         ("[", "not readable as JSON"),

@@ -67,7 +67,7 @@ def find_columns(schema: pa.Schema, *, image: str | None, label: str | None, key
 
     forms: dict[str, Form | None] = {str(field.name): _form(field) for field in schema}
     chosen = image or _only_image(schema, forms, table)
-    _demand(schema, chosen, flag="--image-column", table=table)
+    demand_column(schema, chosen, flag="--image-column", table=table)
     if (form := forms[chosen]) is None:
         raise UserError(
             f"{table}: the column {chosen!r} is of type {_type(schema.field(chosen))}: images are bytes, "
@@ -81,7 +81,7 @@ def find_columns(schema: pa.Schema, *, image: str | None, label: str | None, key
         label = named[0]
     if not label:
         return Columns(chosen, form, key=key if key in forms else "")
-    _demand(schema, label, flag="--label-column", table=table)
+    demand_column(schema, label, flag="--label-column", table=table)
     field = schema.field(label)
     is_list = is_.is_list(field.type) or is_.is_large_list(field.type) or is_.is_fixed_size_list(field.type)
     kind, value = field.type, field.type.value_type if is_list else field.type
@@ -226,7 +226,8 @@ def _only_image(schema: pa.Schema, forms: Mapping[str, Form | None], table: str)
     raise UserError(f"{table}: {what}; choose with --image-column")
 
 
-def _demand(schema: pa.Schema, name: str, *, flag: str, table: str) -> None:
+def demand_column(schema: pa.Schema, name: str, *, flag: str, table: str) -> None:
+    """UserError that names the columns and `flag`, unless there is one of that name."""
     if schema.names.count(name) != 1:
         raise UserError(f"{table}: there is no single column {name!r} ({', '.join(schema.names[:20])}); correct {flag}")
 

@@ -27,7 +27,13 @@ from shardvit.data_shards.packing.sources.label_list import (
     parsed,
     read_entries,
 )
-from shardvit.data_shards.packing.sources.tables.columns import is_table, open_schema, read_batches, reading
+from shardvit.data_shards.packing.sources.tables.columns import (
+    demand_column,
+    is_table,
+    open_schema,
+    read_batches,
+    reading,
+)
 from shardvit.data_shards.shards.shard_index import Texts
 from shardvit.data_shards.text import counted, named, one_line
 
@@ -177,12 +183,9 @@ def _batches(labels: LabelList) -> Iterator[tuple[Sequence[int], list[str], list
         return
     columns, begin = [labels.path_column, labels.label_column], 1
     with reading(location):
-        header = open_schema(location)[0].names
-        if missing := [name for name in columns if header.count(name) != 1]:
-            raise UserError(
-                f"{labels.file}: there is no single column {missing[0]!r} ({', '.join(header[:20])}); choose with "
-                "--path-column and --label-column"
-            )
+        schema = open_schema(location)[0]
+        for name, flag in zip(columns, ("--path-column", "--label-column"), strict=True):
+            demand_column(schema, name, flag=flag, table=location)
         for batch in read_batches(location, columns, rows=_ROWS_AT_ONCE):
             paths, values = (batch[name].to_pylist() for name in columns)
             yield range(begin, begin + len(paths)), ["" if path is None else str(path) for path in paths], values

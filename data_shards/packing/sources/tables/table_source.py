@@ -17,7 +17,7 @@ import numpy as np
 
 from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.packing.sources.archive import Unpacking
-from shardvit.data_shards.packing.sources.base import SPLITS, LeftOut, Source, SplitName, num_shared
+from shardvit.data_shards.packing.sources.base import SPLITS, LeftOut, Source, SplitName, Unfit, num_shared
 from shardvit.data_shards.packing.sources.located import ABSENT
 from shardvit.data_shards.packing.sources.tables.columns import Columns, find_columns, open_schema
 from shardvit.data_shards.packing.sources.tables.joined_labels import key_hashes
@@ -25,7 +25,6 @@ from shardvit.data_shards.packing.sources.tables.table_listing import PATH_MARK,
 from shardvit.data_shards.packing.sources.tars.sample_listing import TarSamples, state_of
 from shardvit.data_shards.packing.sources.tars.samples import (
     SampleOptions,
-    Unfit,
     list_parts,
     listing_folder,
     sample_source,

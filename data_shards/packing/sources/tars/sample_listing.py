@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardvit.data_shards.errors import UserError
-from shardvit.data_shards.packing.sources.archive import inner_name, refuse_links
-from shardvit.data_shards.packing.sources.base import GZIPPED, LeftOut
+from shardvit.data_shards.packing.sources.archive import inner_name, is_gzipped, refuse_links
+from shardvit.data_shards.packing.sources.base import LeftOut
 from shardvit.data_shards.packing.sources.decompress import decompressed, open_bytes
 from shardvit.data_shards.packing.sources.located import Container, LocatedFiles, stamp_of
 from shardvit.data_shards.reading.tar_summary import read_labels
@@ -150,11 +150,6 @@ def state_of(location: str) -> tuple[int, str]:
     if num_bytes is None:
         raise UserError(f"{redacted(location)}: the server does not tell its size; copy it to a folder first")
     return num_bytes, stamp
-
-
-def is_gzipped(location: str) -> bool:
-    """True for a .tar.gz or .tgz, whatever follows in a URL."""
-    return redacted(location).lower().endswith(GZIPPED)
 
 
 def _unpacked(gzipped: str, work: Folder, *, file: str) -> tuple[Container, int]:

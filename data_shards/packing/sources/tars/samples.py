@@ -12,21 +12,20 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
 from shardvit.data_shards.engines.engine import local_engine
 from shardvit.data_shards.errors import UserError
-from shardvit.data_shards.packing.sources.archive import Unpacking, stem
-from shardvit.data_shards.packing.sources.base import SPLITS, ImageSet, LeftOut, Source, SplitName, num_shared
+from shardvit.data_shards.packing.sources.archive import Unpacking, is_gzipped, stem
+from shardvit.data_shards.packing.sources.base import SPLITS, ImageSet, LeftOut, Source, SplitName, Unfit, num_shared
 from shardvit.data_shards.packing.sources.decompress import gunzipped, open_bytes
 from shardvit.data_shards.packing.sources.label_list import label_array
 from shardvit.data_shards.packing.sources.located import join_located
 from shardvit.data_shards.packing.sources.tars.sample_listing import (
     SampleTars,
     TarSamples,
-    is_gzipped,
     list_tar,
     read_listing,
     state_of,
@@ -51,7 +50,6 @@ ONLY_SAMPLES = (
     "--label-column also for --labels; leave them out"
 )
 
-Unfit = Literal["refuse", "skip"]
 _Request = TypeVar("_Request")
 
 

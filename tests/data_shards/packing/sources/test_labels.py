@@ -110,6 +110,9 @@ def test_a_file_of_class_names_orders_them(root: Path, names: str, labels: list[
     rows = "".join(f"{file},{label}\n" for file, label in zip(("a/1.jpg", "a/2.jpg", "3.png"), labels, strict=True))
     source = opened(root, "path,label\n" + rows, class_names=root.parent / "names.txt")
     assert source.classes == tuple(names.split())
+    (root.parent / "names.txt").write_text(json.dumps(names.split()), encoding="utf-8-sig")
+    again = opened(root, "path,label\n" + rows, class_names=root.parent / "names.txt")
+    assert again.fingerprint() == source.fingerprint()
     assert source.splits["train"].labels.tolist() == expected
 
 
@@ -206,9 +209,9 @@ def test_jsonl_files_that_are_refused(root: Path, content: str, message: str):
 @pytest.mark.parametrize(
     ("names", "label", "message"),
     [
-        ("", "cat", r"names\.txt: there is no name"),
-        ("cat\ncat\n", "cat", r"names\.txt, line 2: the name 'cat' is on line 1 already"),
-        ("cat\nd\x07g\n", "cat", r"names\.txt, line 2: the name .* cannot be written"),
+        ("", "cat", r"names\.txt: there should be one name"),
+        ("cat\ncat\n", "cat", r"names\.txt: class 1, 'cat' is there twice"),
+        ("cat\nd\x07g\n", "cat", r"names\.txt: class 1, .* cannot be written"),
         ("cat\ndog\n", "dgo", r"labels\.csv, line 2: .*names\.txt has no class 'dgo', did you mean 'dog'"),
         ("cat\ndog\n", "2", r"labels\.csv, line 2: the number 2 is not a class: .*names\.txt has 2, from 0 to 1"),
     ],
