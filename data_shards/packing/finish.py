@@ -274,12 +274,14 @@ def clear(out: str, request: Mapping[str, Any]) -> None:
             with open_work(out):
                 shutil.rmtree(path)
         return
-    work = work_folder(out)
-    with suppress(FileNotFoundError):
-        if _difference(work.read(CLAIM_FILE), request):
-            return
-        if (job := load_job(out)) is not None:
-            remove_work(job)
+    work, job, claim = work_folder(out), load_job(out), None
+    with suppress(FileNotFoundError):  # removed by a packing of the same, while this one wrote its plan
+        claim = work.read(CLAIM_FILE)
+    if claim is not None and _difference(claim, request):
+        return
+    if job is not None and not difference(job.content["request"], request):
+        remove_work(job)
+    elif claim is not None:
         work.remove(CLAIM_FILE)
 
 

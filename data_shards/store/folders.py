@@ -89,8 +89,10 @@ class StoreFolder:
 
     def claim(self, name: str, data: bytes) -> bytes:
         """Write a file unless it is there; return what is there then."""
-        claim(self._url(name), data)
-        return self.read(name)
+        while True:
+            claim(self._url(name), data)
+            with suppress(FileNotFoundError):  # removed since
+                return self.read(name)
 
     def size(self, name: str) -> int | None:
         try:
