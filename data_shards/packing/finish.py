@@ -20,7 +20,7 @@ from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.packing import found
 from shardvit.data_shards.packing.appending import appended_line, open_again
 from shardvit.data_shards.packing.found import Counts
-from shardvit.data_shards.packing.plan_file import JOB_FILE, PackJob, load_job
+from shardvit.data_shards.packing.plan_file import JOB_FILE, LEFT_OUT_FILE, PackJob, load_job
 from shardvit.data_shards.packing.request import difference
 from shardvit.data_shards.packing.seen import SEEN_FILE, add_digests, read_digests_of
 from shardvit.data_shards.packing.shard_plan import LABEL_SPECS, Line, class_numbers
@@ -80,8 +80,7 @@ def finish(job: PackJob, *, report: Report) -> Counts:
     if not job.drops_duplicates:
         seen = add_digests(seen, numbers, b"".join(digests))
     groups = found.duplicate_groups(job, read_digests_of(seen, numbers), unreadable=unreadable)
-    reason = "it is not in a class folder, or no sample or row with one image and a label"
-    unreadable[:0] = [{"path": path, "split": split, "label": None, "reason": reason} for split, path in job.left_out]
+    unreadable[:0] = left_out = [parse_json(line) for line in job.work.read(LEFT_OUT_FILE).splitlines()]
     counts = Counts(unreadable=len(unreadable), **job.excluded, **found.count_groups(groups))
     result, lists = job.result, job.lists
     for number, record in records.items():
@@ -98,7 +97,7 @@ def finish(job: PackJob, *, report: Report) -> Counts:
     made: dict[str, list[int]] = dict(kept.items())
     for split, manifest in whole.items():
         of_split = (record for number, record in records.items() if job.plan.split(number)[0] == split)
-        lost = sum(len(record.refused) for record in of_split)
+        lost = sum(len(record.refused) for record in of_split) + sum(each["split"] == split for each in left_out)
         rows = _rows(job, made.get(split, []))
         if found_of := live.statistics(split, rows, unreadable=lost) if live else (rows, [lost]):
             with scratch_folder(job.out) as own:
@@ -239,6 +238,7 @@ def remove_work(job: PackJob) -> None:
         *job.plan.parts,
         *job.whole.parts,
         SEEN_FILE,
+        LEFT_OUT_FILE,
         found.UNREADABLE_FILE,
     ]
     with ThreadPoolExecutor(_REQUESTS) as pool:

@@ -293,7 +293,6 @@ class _Packing:
             skips_unreadable=request.unreadable == "skip",
             drops_duplicates=request.duplicates == "drop",
             without_matches_of=tuple(each.digest for each in request.exclusion.sets) if request.exclusion else (),
-            left_out=source.left_out,
             excluded=excluded.counts if excluded else {},
             start=start,
         )
@@ -310,7 +309,7 @@ class _Packing:
                 self.report(f"{self.shown}: {counted(int(known.sum()), 'image')} left out that the set has already")
                 marks[numbers[known]] = True
                 if marks[numbers].all():
-                    save_job(job)  # names what `clear` removes
+                    save_job(job, ())  # names what `clear` removes
                     return None
             plan = make_plan(source, request, without=marks)
             plan = go_on(plan, live, start) if live else plan
@@ -319,7 +318,7 @@ class _Packing:
         with scratch_folder(self.out) as scratch:
             write_seen(scratch / SEEN_FILE, source, numbers, digests)
             job.work.put(SEEN_FILE, scratch / SEEN_FILE)
-        save_job(job)
+        save_job(job, source.left_out)
         for note in (*source.notes, *plan.notes):
             self.report(note)
         left = self._left(job, old)

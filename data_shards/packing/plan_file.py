@@ -1,6 +1,7 @@
 """The plan on disk or in a store: what a worker needs to make a shard, and what remains to be done at the end.
 
     plan.json            `PackJob`
+    left_out.jsonl       what is not planned, as lines of unreadable.jsonl
     plan/00000.parquet   the images of some shards, a row group each; whole/...: with the duplicates that are dropped
 
 A worker reads one part of a megabyte or so; 10^8 images take about 5 GB, written part by part.
@@ -18,11 +19,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from shardvit.data_shards.durable import lines_text
 from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.images.decode import PixelLimit
 from shardvit.data_shards.packing.image import PACKED_LIMIT, Resize
 from shardvit.data_shards.packing.shard_plan import Line, ShardPlan, Start, shard_file
-from shardvit.data_shards.packing.sources.base import ImageSet, Int64s, SplitName
+from shardvit.data_shards.packing.sources.base import ImageSet, Int64s, LeftOut, SplitName
 from shardvit.data_shards.packing.sources.located import Container, LocatedFiles
 from shardvit.data_shards.packing.work import result_folder, work_folder
 from shardvit.data_shards.sets.arrow_columns import arrow_array, numbers_of
@@ -37,7 +39,7 @@ from shardvit.data_shards.vocabulary import LabelKind
 if TYPE_CHECKING:
     import pyarrow as pa
 
-JOB_FILE = "plan.json"
+JOB_FILE, LEFT_OUT_FILE = "plan.json", "left_out.jsonl"
 _PART_ROWS, _PART_SHARDS = 1 << 16, 64  # most of a parquet file, which a worker reads whole
 _COLUMNS = ("container", "offset", "size", "stamp", "number")
 
@@ -87,7 +89,6 @@ class PackJob:
     skips_unreadable: bool
     drops_duplicates: bool
     without_matches_of: tuple[str, ...]
-    left_out: tuple[tuple[SplitName, str], ...]
     excluded: Mapping[str, int]  # counts, for `Counts`
     start: Start = field(default_factory=Start)
 
@@ -195,8 +196,9 @@ def write_table(shards: Sequence[ShardPlan], name: str, job: PackJob, *, first: 
     return table
 
 
-def save_job(job: PackJob) -> None:
-    """Write plan.json."""
+def save_job(job: PackJob, left_out: Iterable[LeftOut]) -> None:
+    """Write plan.json, last, and left_out.jsonl."""
+    job.work.write(LEFT_OUT_FILE, lines_text(each.as_json() for each in left_out))
     content = {name: value for name, value in vars(job).items() if name not in ("out", "containers", "plan", "whole")}
     content |= {"resize": job.resize and asdict(job.resize), "start": asdict(job.start)}
     content["containers"] = [(each.kind, each.location, each.stamp, each.compressed) for each in job.containers]
@@ -214,8 +216,7 @@ def load_job(out: str) -> PackJob | None:
         resize = Resize(**content["resize"]) if content["resize"] else None
         start = Start(**content["start"])
         containers = tuple(Container(*each) for each in content["containers"])
-        names = ("classes", "without_matches_of", "left_out")
-        content |= {name: tuple(map(tuple, content[name]) if name == "left_out" else content[name]) for name in names}
+        content |= {name: tuple(content[name]) for name in ("classes", "without_matches_of")}
         return PackJob(
             **content
             | {"out": out, "plan": plan, "whole": whole, "resize": resize, "start": start, "containers": containers}

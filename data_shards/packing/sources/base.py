@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, takewhile
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +29,7 @@ _MOST_PROBLEMS = 20
 _PIECE = 1 << 16  # names at a time
 
 SplitName = Literal["train", "val", "test"]
+SPLITS: dict[str, SplitName] = {"train": "train", "val": "val", "validation": "val", "test": "test"}  # by folder
 Int64s = NDArray[np.int64]
 
 
@@ -72,6 +73,22 @@ class ImageSet:
         return self.files.sizes[self.rows]
 
 
+class LeftOut(NamedTuple):
+    """An image, row or sample that is not in `Source.splits`, or a tar that breaks off."""
+
+    path: str  # of a row, its table's
+    reason: str = "is not in a class folder"
+    split: SplitName = "train"
+    row: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.path}{'' if self.row is None else f' row {self.row}'} {self.reason}"
+
+    def as_json(self) -> dict[str, Any]:
+        """Format for unreadable.jsonl."""
+        return {"label": None} | {name: value for name, value in self._asdict().items() if value is not None}
+
+
 @dataclass(frozen=True)
 class Source:
     """Named classes and the images of each split."""
@@ -80,7 +97,7 @@ class Source:
     classes: tuple[str, ...]  # names of the labels
     splits: Mapping[SplitName, ImageSet]  # train, then val and test if the source has them
     notes: tuple[str, ...] = ()  # what was left out and why
-    left_out: tuple[tuple[SplitName, str], ...] = ()  # unlabelled images (split, trace), not in `splits`
+    left_out: tuple[LeftOut, ...] = ()
     kind: LabelKind = "single"  # one label an image, or any number
     empty_classes: Literal["refuse", "report"] = "refuse"  # a mistake in folders, but usual in lists
 

@@ -12,6 +12,7 @@ from typing import Literal
 from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.packing.sources.base import (
     ImageSet,
+    LeftOut,
     Source,
     SplitName,
     class_images,
@@ -31,7 +32,7 @@ class _Listing:
     names: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    left_out: list[tuple[SplitName, str]] = field(default_factory=list)
+    left_out: list[LeftOut] = field(default_factory=list)
 
     def skip(self, what: str, *, consequence: str, remedy: str) -> None:
         if self.unfit == "skip":
@@ -47,7 +48,7 @@ class _Listing:
                 consequence=" and was left out, having no label",
                 remedy="put each image into the folder of its class, or leave them out",
             )
-            self.left_out.extend((split, path) for path in paths)
+            self.left_out.extend(LeftOut(path, split=split) for path in paths)
 
     def read_split(self, folder: str, *, split: SplitName) -> dict[str, range]:
         """Map each class to the rows of its images in ROOT[/FOLDER]/CLASS."""

@@ -30,7 +30,9 @@ from shardvit.data_shards.packing.sources.archive import (
     rows_by_name,
 )
 from shardvit.data_shards.packing.sources.base import (
+    SPLITS,
     ImageSet,
+    LeftOut,
     Source,
     SplitName,
     class_images,
@@ -48,7 +50,6 @@ VAL_LABELS = ("LOC_val_solution.csv", "ILSVRC2012_devkit_t12.tar.gz", "ILSVRC201
 _TRUTH, _META = "ILSVRC2012_validation_ground_truth.txt", "meta.mat"  # of the development kit
 _KAGGLE = "ILSVRC/Data/CLS-LOC"
 _KAGGLE_HEADER = "imageid"
-_SPLITS: dict[str, SplitName] = {"train": "train", "val": "val", "validation": "val", "test": "test"}
 _WORDNET_ID = re.compile(r"n\d{8}")
 _WORDNET_TAR = re.compile(r"n\d{8}\.tar")
 _RELEASES = (  # title, classes, images, by image-net.org; the paper uses the first two
@@ -160,7 +161,7 @@ class _ClassFolders(NamedTuple):
     files: LocatedFiles
     splits: dict[SplitName, dict[str, list[int]]]
     notes: list[str]
-    left_out: tuple[tuple[SplitName, str], ...]
+    left_out: tuple[LeftOut, ...]
 
     def images(self, split: SplitName, classes: tuple[str, ...]) -> ImageSet:
         by_class = self.splits[split]
@@ -207,7 +208,7 @@ def _by_class(files: LocatedFiles, *, unfit: Unfit) -> _ClassFolders:
     if unfit_names := [name for by_class in splits.values() for name in by_class if not name.isprintable()]:
         raise UserError(f"{path}: the class folder {unfit_names[0]!a} has a name that cannot be written")
     notes += _drop_replaced(files, splits)
-    return _ClassFolders(files, splits, notes, tuple(("train", files.names[row]) for row in loose))
+    return _ClassFolders(files, splits, notes, tuple(LeftOut(files.names[row]) for row in loose))
 
 
 def _splits(by_folder: dict[str, list[int]]) -> tuple[dict[SplitName, dict[str, list[int]]], list[int]]:
@@ -216,12 +217,12 @@ def _splits(by_folder: dict[str, list[int]]) -> tuple[dict[SplitName, dict[str, 
     # leading folders that all images share; a lone folder is a class
     shared = len(folders[0]) - 1 if len(folders) == 1 else num_shared(folders)
     tops = {parts[shared] for parts in folders if len(parts) > shared}
-    has_splits = bool(tops) and tops <= _SPLITS.keys()
+    has_splits = bool(tops) and tops <= SPLITS.keys()
     splits: dict[SplitName, dict[str, list[int]]] = {"train": {}, "val": {}, "test": {}}
     loose: list[int] = []
     for folder, rows in by_folder.items():
         parts = folder.split("/")[shared:]
-        split: SplitName = _SPLITS[parts.pop(0)] if has_splits and parts else "train"
+        split: SplitName = SPLITS[parts.pop(0)] if has_splits and parts else "train"
         if parts:
             splits[split].setdefault(parts[0], []).extend(rows)
         else:

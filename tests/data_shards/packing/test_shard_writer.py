@@ -112,7 +112,6 @@ def mark_of(shard: ShardPlan, resize: Resize | None = None) -> str:
             skips_unreadable=False,
             drops_duplicates=False,
             without_matches_of=(),
-            left_out=(),
             excluded={},
         )
         (mark,) = write_table([shard], "plan", job, first={id(shard.images.files): 0}).marks

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import tarfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
+from shardvit.data_shards.packing.sources.base import LeftOut
 from shardvit.data_shards.packing.sources.label_list import clean_path
 from shardvit.data_shards.packing.sources.located import Container, LocatedFiles
 from shardvit.data_shards.packing.sources.tables.columns import Columns, Rows, read_rows
@@ -31,12 +33,15 @@ PATH_MARK = "\0"  # between STEM/ROW and the path that the table gives
 
 @dataclass(frozen=True)
 class TablePart:
-    """Some rows of a table; `stem` is its path in the source without the ending."""
+    """Some rows of a table; `name` is its path in the source."""
 
     location: str
     stamp: str
-    stem: str
+    name: str
     rows: Rows
+
+    def unusable(self, row: int, reason: str) -> LeftOut:
+        return LeftOut(self.name, reason, row=row)
 
 
 @dataclass(frozen=True)
@@ -63,7 +68,7 @@ def _listed(part: TablePart, request: TableParts, work: Folder, spool: str) -> T
     beside = local_path(work.location) if is_local(work.location) else None
     if beside is not None:
         beside.mkdir(parents=True, exist_ok=True)
-    left_out: list[tuple[str, str]] = []
+    left_out: list[LeftOut] = []
     with TemporaryDirectory(dir=beside, prefix="spool-") as folder:
         plain = Path(folder, "spool.tar")
         with plain.open("wb") as stream, tarfile.open(fileobj=stream, mode="w", format=tarfile.USTAR_FORMAT) as tar:
@@ -71,16 +76,17 @@ def _listed(part: TablePart, request: TableParts, work: Folder, spool: str) -> T
         if is_spooled := any(each.size for each in found):
             work.put(spool, plain)
     if is_spooled:
-        left_out += [(each.name, "has no image") for each in found if not each.size]
+        left_out += [part.unusable(each.row, "has no image") for each in found if not each.size]
         found = [each for each in found if each.size]
         container = Container("tar", place := join(work.location, spool), state_of(place)[1])
     else:
-        found = [*_placed(found, request.root, part.stem.rpartition("/")[0], left_out)]
+        found = [*_placed(found, request.root, part, left_out)]
         container = Container("folder", request.root)
+    stem = os.path.splitext(part.name)[0]
     files = LocatedFiles.of(
         redacted(part.location),
         container,
-        [f"{each.name}{PATH_MARK}{each.given}" if is_spooled else each.given for each in found],
+        [f"{stem}/{each.row}{PATH_MARK}{each.given}" if is_spooled else each.given for each in found],
         sizes=[each.size for each in found],
         stamps=[each.stamp for each in found],
         offsets=[each.offset for each in found],
@@ -89,7 +95,7 @@ def _listed(part: TablePart, request: TableParts, work: Folder, spool: str) -> T
 
 
 class _Taken(NamedTuple):
-    name: str  # STEM/ROW
+    row: int
     given: str  # path or key in the table, or ""
     label: str  # JSON list of numbers and names
     offset: int = 0
@@ -97,21 +103,19 @@ class _Taken(NamedTuple):
     stamp: int = 0
 
 
-def _taken(
-    part: TablePart, columns: Columns, tar: tarfile.TarFile, left_out: list[tuple[str, str]]
-) -> Iterator[_Taken]:
+def _taken(part: TablePart, columns: Columns, tar: tarfile.TarFile, left_out: list[LeftOut]) -> Iterator[_Taken]:
     """Yield the rows, their bytes put into a tar."""
     for row, (image, label, key) in enumerate(read_rows(part.location, part.rows, columns), part.rows.begin):
-        name, inside = f"{part.stem}/{row}", image if isinstance(image, dict) else {}
+        inside = image if isinstance(image, dict) else {}
         data = image if isinstance(image, bytes) else inside.get("bytes")
         path = image if isinstance(image, str) else inside.get("path")
         values = label if isinstance(label, list) else [label if columns.label else 0]
         if not data and not path:
-            left_out.append((name, "has no image"))
+            left_out.append(part.unusable(row, "has no image"))
         elif any(each in (None, "", -1) for each in values):
-            left_out.append((name, "has no label"))
+            left_out.append(part.unusable(row, "has no label"))
         else:
-            taken = _Taken(name, str(path or "" if key is None else key), json.dumps(values))
+            taken = _Taken(row, str(path or "" if key is None else key), json.dumps(values))
             if data:
                 info = tarfile.TarInfo(f"{row:08d}")
                 info.size = len(data)
@@ -121,9 +125,9 @@ def _taken(
             yield taken
 
 
-def _placed(found: list[_Taken], root: str, below: str, left_out: list[tuple[str, str]]) -> Iterator[_Taken]:
-    """Yield what lies below the source, by its path there; `below` it lies the table."""
-    top = f"{root.rstrip('/')}/"
+def _placed(found: list[_Taken], root: str, part: TablePart, left_out: list[LeftOut]) -> Iterator[_Taken]:
+    """Yield what lies below the source, by its path there."""
+    top, below = f"{root.rstrip('/')}/", part.name.rpartition("/")[0]
     for each in found:
         path = each.given.removeprefix(top)
         try:
@@ -133,4 +137,4 @@ def _placed(found: list[_Taken], root: str, below: str, left_out: list[tuple[str
             is_relative = path == each.given and not path.startswith("/")
             yield each._replace(given=f"{below}/{inside}" if below and is_relative else inside)
         except ValueError as error:
-            left_out.append((each.name, f"cannot be used: {error}"))
+            left_out.append(part.unusable(each.row, f"cannot be used: {error}"))

@@ -7,7 +7,6 @@ TABLE/ROW. Scripts and other files of a data set are not read.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,14 +17,13 @@ import numpy as np
 
 from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.packing.sources.archive import Unpacking
-from shardvit.data_shards.packing.sources.base import Source, SplitName, num_shared
+from shardvit.data_shards.packing.sources.base import SPLITS, LeftOut, Source, SplitName, num_shared
 from shardvit.data_shards.packing.sources.located import ABSENT
 from shardvit.data_shards.packing.sources.tables.columns import Columns, find_columns, open_schema
 from shardvit.data_shards.packing.sources.tables.joined_labels import key_hashes
 from shardvit.data_shards.packing.sources.tables.table_listing import PATH_MARK, TablePart, TableParts, list_table
 from shardvit.data_shards.packing.sources.tars.sample_listing import TarSamples, state_of
 from shardvit.data_shards.packing.sources.tars.samples import (
-    SPLITS,
     SampleOptions,
     Unfit,
     list_parts,
@@ -65,7 +63,7 @@ def table_source(
     if others := [table for table, its in zip(tables, found, strict=True) if its != columns]:
         raise UserError(f"{redacted(others[0])}: it has other columns or classes than {names[0]}; give one data set")
     parts: list[tuple[SplitName, TablePart]] = [
-        (split, TablePart(table, stamp, os.path.splitext(name)[0], rows))
+        (split, TablePart(table, stamp, name, rows))
         for table, name, split, (_, stamp), (_, each) in zip(tables, names, splits, states, opened, strict=True)
         for rows in each
     ]
@@ -150,6 +148,6 @@ def _found(listed: Sequence[TarSamples], columns: Columns, root: str) -> list[Ta
         files = tree.files(each.files.names[:])
         there = np.flatnonzero(files.sizes != ABSENT)
         lost = np.setdiff1d(np.arange(len(files)), there)
-        reasons = tuple((files.names[row], f"is not a file below {redacted(root)}") for row in lost.tolist())
+        reasons = (LeftOut(files.names[row], f"is not a file below {redacted(root)}") for row in lost.tolist())
         made.append(replace(each, files=files, left_out=(*each.left_out, *reasons)).take(there))
     return made

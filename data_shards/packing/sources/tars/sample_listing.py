@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.packing.sources.archive import inner_name, refuse_links
-from shardvit.data_shards.packing.sources.base import GZIPPED
+from shardvit.data_shards.packing.sources.base import GZIPPED, LeftOut
 from shardvit.data_shards.packing.sources.decompress import decompressed, open_bytes
 from shardvit.data_shards.packing.sources.located import Container, LocatedFiles, stamp_of
 from shardvit.data_shards.reading.tar_summary import read_labels
@@ -57,11 +57,11 @@ class TarSamples:
     labels: NDArray[np.int32]  # [samples]: index in `values`
     values: tuple[str, ...]  # different labels, as JSON lists of numbers and names
     damage: str = ""
-    left_out: tuple[tuple[str, str], ...] = ()  # (name, reason)
+    left_out: tuple[LeftOut, ...] = ()
 
     @classmethod
     def of(
-        cls, files: LocatedFiles, labels: Iterable[str], damage: str = "", left_out: Iterable[tuple[str, str]] = ()
+        cls, files: LocatedFiles, labels: Iterable[str], damage: str = "", left_out: Iterable[LeftOut] = ()
     ) -> TarSamples:
         """Number the samples' labels, JSON lists."""
         known: dict[str, int] = {}
@@ -136,7 +136,9 @@ def read_listing(work: Folder, file: str) -> TarSamples:
     offsets, sizes, stamps, labels = (table[name].to_numpy() for name in ("offset", "size", "stamp", "label"))
     container = Container(*facts["container"])
     files = LocatedFiles.of(facts["path"], container, names, sizes=sizes, stamps=stamps, offsets=offsets)
-    return TarSamples(files, labels, tuple(facts["values"]), facts["damage"], tuple(map(tuple, facts["left_out"])))
+    return TarSamples(
+        files, labels, tuple(facts["values"]), facts["damage"], tuple(LeftOut(*each) for each in facts["left_out"])
+    )
 
 
 def state_of(location: str) -> tuple[int, str]:
@@ -230,5 +232,5 @@ def _samples(
     files = LocatedFiles.of(
         path, Container("tar", ""), [*rows], sizes=sizes, stamps=np.zeros(len(kept)), offsets=offsets
     )
-    unusable = tuple((f"{stem}/{key}".lstrip("/"), reason) for key, reason in left_out)
+    unusable = (LeftOut(f"{stem}/{key}".lstrip("/"), reason) for key, reason in left_out)
     return TarSamples.of(files, [json.dumps(values[row]) for row in kept], damage, unusable)

@@ -19,7 +19,7 @@ import numpy as np
 from shardvit.data_shards.engines.engine import local_engine
 from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.packing.sources.archive import Unpacking, stem
-from shardvit.data_shards.packing.sources.base import ImageSet, Source, SplitName, num_shared
+from shardvit.data_shards.packing.sources.base import SPLITS, ImageSet, LeftOut, Source, SplitName, num_shared
 from shardvit.data_shards.packing.sources.decompress import gunzipped, open_bytes
 from shardvit.data_shards.packing.sources.label_list import label_array
 from shardvit.data_shards.packing.sources.located import join_located
@@ -50,7 +50,6 @@ ONLY_SAMPLES = (
     "--label and --label-kind are for tars of samples, --image-column and --label-column for tables, --class-names and "
     "--label-column also for --labels; leave them out"
 )
-SPLITS: dict[str, SplitName] = {"train": "train", "val": "val", "validation": "val", "test": "test"}
 
 Unfit = Literal["refuse", "skip"]
 _Request = TypeVar("_Request")
@@ -197,13 +196,13 @@ def sample_source(
 ) -> Source:
     """Make the source of listed samples; UserError for damage and left-out samples unless `unfit` skips them."""
     shown = redacted(spec)
-    notes = [f"{each.files.path}: {each.damage}" for _, each in parts if each.damage]
-    left_out: list[tuple[SplitName, str, str]] = [
-        (split, name, reason) for split, each in parts for name, reason in each.left_out
-    ]
+    damaged = [LeftOut(each.files.path, each.damage, split) for split, each in parts if each.damage]
+    left_out = [one._replace(split=split) for split, each in parts for one in each.left_out]
+    notes = [f"{each.path}: {each.reason}" for each in damaged]
     if left_out:
-        examples = "; ".join(f"{name} {reason}" for _, name, reason in left_out[:3])
-        notes.append(f"{shown}: {counted(len(left_out), 'sample')} left out ({examples})")
+        verb, num_rows = "cannot be used" if unfit == "refuse" else "left out", sum(len(its.labels) for _, its in parts)
+        of_all = counted(len(left_out) + num_rows, "sample" if left_out[0].row is None else "row")
+        notes.append(f"{shown}: {len(left_out):,} of {of_all} {verb} ({'; '.join(map(str, left_out[:3]))})")
     if notes and unfit == "refuse":
         more = f" (and {len(notes) - 1:,} more)" if len(notes) > 1 else ""
         raise UserError(f"{notes[0]}{more}; mend it, or pass over what is unusable with --skip-unreadable")
@@ -232,7 +231,7 @@ def sample_source(
         classes,
         splits,
         notes=tuple(notes),
-        left_out=tuple((split, name) for split, name, _ in left_out),
+        left_out=(*damaged, *left_out),
         kind=labels.kind,
         empty_classes="report",
     )

@@ -212,7 +212,7 @@ def test_damaged_and_odd_samples_are_refused_or_passed_over(tmp_path: Path):
     refused_at(folder, tmp_path / "work", "skip-unreadable", label="cls")
     source = open_at(folder, tmp_path / "work", label="cls", unfit="skip")
     assert {data for _, _, data in images_of(source)} == {b"1", b"5", b"6"}
-    assert {"0/2", "0/3", "0/4"} <= {name for _, name in source.left_out} and any(
+    assert {"0/2", "0/3", "0/4"} <= {each.path for each in source.left_out} and any(
         "cut short" in each for each in source.notes
     )
 

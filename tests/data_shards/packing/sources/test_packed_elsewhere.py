@@ -16,6 +16,7 @@ from PIL import Image
 from shardvit.data_shards.engines.engine import LocalEngine
 from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.packing.pack import pack
+from shardvit.data_shards.sets.statistics_summary import summarise
 from shardvit.data_shards.shards.manifest import read_manifest
 from shardvit.data_shards.shards.row_bitmap import pack_rows
 from shardvit.data_shards.store.ranges import list_url, read_whole
@@ -172,3 +173,30 @@ def test_a_cluster_s_packing_into_a_bucket_lists_and_decompresses_there_and_leav
     assert not [name for name in names if name.startswith(".packing/")]
     assert any("/out/.packing/spool/" in path for _, path, _ in s3.requests)
     assert any("/out/.packing/listing/" in path for _, path, _ in s3.requests)
+
+
+def test_rows_without_an_image_and_tars_that_are_cut_are_lines_of_unreadable_jsonl(tmp_path: Path):
+    images, names = [png(n) for n in range(9)], [*"ab"] * 4 + ["a"]
+    tables = {"train-0": ([*images[:4], None, b""], [*names[:6]]), "train-1": ([None, *images[4:]], [*names[:5], None])}
+    write(tmp_path / "raw", {"set/0.tar": (whole := tar_of({"1.png": images[0], "1.cls": b"0"})), "set/1.tar": whole})
+    (tmp_path / "raw/set/1.tar").write_bytes(
+        tar_of({"1.png": images[1], "1.cls": b"0", "2.png": images[2] * 9})[: 512 * 5]
+    )
+    (tmp_path / "tables").mkdir()
+    for name, (data, labels) in tables.items():
+        pq.write_table(pa.table({"image": data, "label": labels}), tmp_path / f"tables/{name}.parquet")
+    row_lines = [("train-0.parquet", 4), ("train-0.parquet", 5), ("train-1.parquet", 0), ("train-1.parquet", 5)]
+    for source, expected, told in (
+        ("tables", row_lines, r"4 of 12 rows .*train-0\.parquet row 4 has no image"),
+        ("raw/set", [(str(tmp_path / "raw/set/1.tar"), None)], r"1\.tar: .*cut short"),
+    ):
+        out = tmp_path / source.replace("/", "-").upper()
+        with pytest.raises(UserError, match=f"{told}.*--skip-unreadable"):
+            pack(str(tmp_path / source), out.with_name("refused"), report=lambda line: None)
+        made = pack(str(tmp_path / source), out, unreadable="skip", report=lambda line: None)
+        lines = [json.loads(line) for line in (out / "unreadable.jsonl").read_text().splitlines()]
+        assert [(line["path"], line.get("row")) for line in lines] == expected
+        assert {(line["split"], line["label"]) for line in lines} == {("train", None)} and lines[0]["reason"]
+        lost = len(expected)
+        assert made.counts.unreadable == summarise(str(out / "train")).unreadable == lost
+        assert pack(str(tmp_path / source), out, unreadable="skip", report=lambda line: None).counts == made.counts

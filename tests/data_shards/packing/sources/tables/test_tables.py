@@ -197,10 +197,18 @@ def test_names_that_the_table_repeats_are_replaced(tmp_path: Path) -> None:
         (pa.table({"jpg": [b"x"], "species": ["a"]}), {}, r"species.*--label-column"),
         (pa.table({"jpg": [b"x"], "label": [0.5]}), {}, "label.*double"),
         (pa.table({"jpg": [b"x"], "label": [{"x": 1}]}), {}, "label.*struct"),
-        (pa.table({"jpg": [b"x", None], "label": [0, 0]}), {}, "x/1 has no image.*--skip-unreadable"),
-        (pa.table({"jpg": [b"x", b"y"], "label": ["a", None]}), {}, "x/1 has no label.*--skip-unreadable"),
-        (pa.table({"path": ["../x.jpg"], "label": ["a"]}), {}, r"x/0.*\.\./x.jpg"),
-        (pa.table({"path": ["http://x/x.jpg"], "label": ["a"]}), {}, "x/0.*img2dataset"),
+        (
+            pa.table({"jpg": [b"x", None], "label": [0, 0]}),
+            {},
+            r"1 of 2 rows .*x\.parquet row 1 has no image.*--skip-unreadable",
+        ),
+        (
+            pa.table({"jpg": [b"x", b"y"], "label": ["a", None]}),
+            {},
+            r"1 of 2 rows .*x\.parquet row 1 has no label.*--skip-unreadable",
+        ),
+        (pa.table({"path": ["../x.jpg"], "label": ["a"]}), {}, r"row 0.*\.\./x.jpg"),
+        (pa.table({"path": ["http://x/x.jpg"], "label": ["a"]}), {}, "row 0.*img2dataset"),
         (pa.table({"path": ["x.jpg"], "label": ["a"]}), {}, "x.jpg is not a file below"),
     ],
 )
@@ -214,7 +222,9 @@ def test_what_does_not_fit_is_said(table: pa.Table, options: dict[str, Any], mes
 def test_what_is_unusable_may_be_skipped(tmp_path: Path) -> None:
     table = pa.table({"jpg": [b"x", None, b""], "label": [0, 0, 0]})
     source = open_at(write_parquet(table, tmp_path / "x.parquet"), tmp_path / "work", unfit="skip")
-    assert source.num_images == 1 and [name for _, name in source.left_out] == ["x/1", "x/2"]
+    assert source.num_images == 1 and [(each.path, each.row) for each in source.left_out] == [
+        ("x.parquet", row) for row in (1, 2)
+    ]
 
 
 def test_an_extension_type_is_refused_and_not_unpickled(tmp_path: Path) -> None:
