@@ -26,7 +26,7 @@ from shardvit.data_shards.packing.seen import SEEN_FILE, add_digests, read_diges
 from shardvit.data_shards.packing.shard_plan import LABEL_SPECS, Line, class_numbers
 from shardvit.data_shards.packing.shard_writer import (
     ShardRecord,
-    find_record,
+    find_records,
     index_file,
     record_file,
     statistics_file,
@@ -59,7 +59,7 @@ _ROWS_AHEAD = 4 * _REQUESTS  # shards
 def finish(job: PackJob, *, report: Report) -> Counts:
     """Write all files but the shards; a local OUT is then in place. UserError if shards are missing, or images are
     unreadable and the request refuses them."""
-    records = dict(zip(range(len(job.plan.sizes)), _records(job, report), strict=True))
+    records = dict(enumerate(_records(job)))
     unreadable, digests = list[Line](), list[bytes]()
     kept: dict[SplitName, list[int]] = {split: [] for split in job.plan.splits}
     for number, record in records.items():
@@ -69,7 +69,7 @@ def finish(job: PackJob, *, report: Report) -> Counts:
             unreadable += [{**shard.line(each.position), "reason": each.reason} for each in record.refused]
         if record.shard.num_samples:
             kept[job.plan.split(number)[0]].append(number)
-    if unreadable and not job.skips_unreadable:
+    if unreadable and "unreadable" not in job.request:
         raise found.unreadable_error(unreadable, job)
     manifests = [
         _manifest(job, split, [records[number].shard for number in numbers]) for split, numbers in kept.items()
@@ -77,7 +77,7 @@ def finish(job: PackJob, *, report: Report) -> Counts:
     _report_lost_classes(job, records, report)
     seen = job.work.read(SEEN_FILE)
     numbers = job.numbers(job.whole)
-    if not job.drops_duplicates:
+    if job.whole is job.plan:
         seen = add_digests(seen, numbers, b"".join(digests))
     groups = found.duplicate_groups(job, read_digests_of(seen, numbers), unreadable=unreadable)
     unreadable[:0] = left_out = [parse_json(line) for line in job.work.read(LEFT_OUT_FILE).splitlines()]
@@ -106,12 +106,13 @@ def finish(job: PackJob, *, report: Report) -> Counts:
     if live is not None:
         report(appended_line(job, live, manifests, read_digests_of(seen, job.numbers(job.plan))))
         live.finish(content, whole)
-        _remove_work(job)
-        return counts
-    result.write(PACK_FILE, json_text(content).encode())
-    for manifest in reversed(manifests):  # train's is the last: with it the set is there
-        write_manifest(result.at(manifest.split), manifest)
-    _put_in_place(job)
+    else:
+        result.write(PACK_FILE, json_text(content).encode())
+        for manifest in reversed(manifests):  # train's is the last: with it the set is there
+            write_manifest(result.at(manifest.split), manifest)
+        if is_local(job.out):
+            _put_in_place(job)
+    remove_work(job.out, job)
     return counts
 
 
@@ -123,15 +124,13 @@ def _rows(job: PackJob, numbers: Sequence[int]) -> Iterator[tuple[int, bytes]]:
             yield from enumerate(pool.map(job.work.read, names), start)
 
 
-def _records(job: PackJob, report: Report) -> Iterator[ShardRecord]:
+def _records(job: PackJob) -> Iterator[ShardRecord]:
     missing = list[int]()
-    with ThreadPoolExecutor(1 if is_local(job.out) else _REQUESTS) as pool:
-        numbers = range(len(job.plan.sizes))
-        for number, record in enumerate(pool.map(lambda each: find_record(job, each, unread="accept"), numbers)):
-            if record is None:
-                missing.append(number)
-            elif not missing:
-                yield record
+    for number, record in enumerate(find_records(job, unread="accept")):
+        if record is None:
+            missing.append(number)
+        elif not missing:
+            yield record
     if missing:
         raise UserError(
             f"{redacted(job.out)}: {len(missing):,} of {counted(len(job.plan.sizes), 'shard')} are not made yet (the "
@@ -150,7 +149,7 @@ def _manifest(job: PackJob, split: SplitName, shards: Sequence[Shard]) -> Manife
         tuple(shards),
         job.source,
         labels=LABEL_SPECS[job.kind],
-        without_matches_of=job.without_matches_of if split == "train" else (),
+        without_matches_of=tuple(job.request.get("without_matches_of", ())) if split == "train" else (),
     )
 
 
@@ -171,20 +170,7 @@ def _report_lost_classes(job: PackJob, records: dict[int, ShardRecord], report: 
             report(f"no image of the class {job.classes[label]} in split {split} can be read")
 
 
-def _remove_work(job: PackJob) -> None:
-    shutil.rmtree(unpacked_path(job.out), ignore_errors=True)
-    if is_local(job.out):
-        shutil.rmtree(work_path(local_path(job.out)))
-        found.list_beside(local_path(job.out)).unlink(missing_ok=True)
-    else:
-        remove_work(job)
-
-
 def _put_in_place(job: PackJob) -> None:
-    if not is_local(job.out):
-        _remove_work(job)
-        return
-    shutil.rmtree(unpacked_path(job.out), ignore_errors=True)
     out, work = local_path(job.out), work_path(local_path(job.out))
     for folder in (*(work / "result" / split for split in job.plan.splits), work / "result"):
         flush(folder)
@@ -194,7 +180,6 @@ def _put_in_place(job: PackJob) -> None:
         reason = f"the folder could not be put in place ({error.strerror})"
         raise UserError(f"{out}: {reason}; choose another") from None
     flush(out.parent)
-    found.list_beside(out).unlink(missing_ok=True)
 
 
 def sweep(job: PackJob, old: PackJob | None, finished: Sequence[int]) -> int:
@@ -223,8 +208,15 @@ def sweep(job: PackJob, old: PackJob | None, finished: Sequence[int]) -> int:
     return records - len(files)
 
 
-def remove_work(job: PackJob) -> None:
-    """Remove the work folder in a store, by name, the plan's last, as it has the names; and what was never uploaded."""
+def remove_work(out: str, job: PackJob | None = None) -> None:
+    """Remove the work folder: in a store by name, the plan last, as it has the names, and what was never uploaded."""
+    shutil.rmtree(unpacked_path(out), ignore_errors=True)
+    if is_local(out):
+        found.list_beside(local_path(out)).unlink(missing_ok=True)
+        shutil.rmtree(work_path(local_path(out)), ignore_errors=True)
+        return
+    if (job := job or load_job(out)) is None:
+        return
     job.result.tidy()
     above = job.work.location.rstrip("/") + "/"
     made = [each.location.removeprefix(above) for each in job.containers if each.location.startswith(above)]
@@ -270,18 +262,18 @@ def take(out: str, request: Mapping[str, Any]) -> None:
 def clear(out: str, request: Mapping[str, Any]) -> None:
     """Remove the work folder of a request's finished packing."""
     if is_local(out):
-        if (path := work_path(Path(out))).is_dir():
-            with open_work(out):
-                shutil.rmtree(path)
+        if work_path(local_path(out)).is_dir():
+            with open_work(out, keep=True):
+                remove_work(out)
         return
     work, job, claim = work_folder(out), load_job(out), None
     with suppress(FileNotFoundError):  # removed by a packing of the same, while this one wrote its plan
         claim = work.read(CLAIM_FILE)
     if claim is not None and _difference(claim, request):
         return
-    if job is not None and not difference(job.content["request"], request):
-        remove_work(job)
-    elif claim is not None:
+    if job is None or not difference(job.content["request"], request):
+        remove_work(out, job)
+    if claim is not None:
         work.remove(CLAIM_FILE)
 
 

@@ -131,7 +131,7 @@ def duplicate_groups(job: PackJob, digests: bytes, *, unreadable: Sequence[Line]
     for numbers in groups:
         images: list[Line] = []
         for line in map(lines.__getitem__, numbers):
-            is_packed = line["path"] not in bad and not (images and job.drops_duplicates)
+            is_packed = line["path"] not in bad and not (images and job.whole is not job.plan)
             images.append({**line, "packed": is_packed})
         start = numbers[0] * DIGEST_BYTES
         entries.append({"digest": digests[start : start + DIGEST_BYTES].hex(), "images": images})

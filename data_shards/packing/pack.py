@@ -24,7 +24,6 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -44,7 +43,7 @@ from shardvit.data_shards.packing.plan_file import PackJob, PlanTable, load_job,
 from shardvit.data_shards.packing.request import HoldoutList, PackRequest, difference, read_holdout_list
 from shardvit.data_shards.packing.seen import SEEN_FILE, compare_seen, write_seen
 from shardvit.data_shards.packing.shard_plan import PackPlan, ShardPlan, Start, make_plan, needed_bytes
-from shardvit.data_shards.packing.shard_writer import digest_shard, find_record, make_shard
+from shardvit.data_shards.packing.shard_writer import digest_shard, find_records, make_shard
 from shardvit.data_shards.packing.sources.archive import Unpacking
 from shardvit.data_shards.packing.sources.base import Source
 from shardvit.data_shards.packing.sources.recognise import open_source
@@ -68,7 +67,6 @@ PACK_VERSION = 1
 PackStep = Literal["all", "plan", "shards", "finish"]
 _SAID_SECONDS = 30  # listing that takes longer is told
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
-_REQUESTS = 16  # to a store, at a time
 _MOST_THREADS = 8  # beyond, the interpreter's lock costs more than processes
 # ImageNet downscaled to 320 pixels takes 43 kB an image at quality 90.
 _REDUCED_BYTES_PER_SQUARE_PIXEL = 0.42
@@ -282,24 +280,18 @@ class _Packing:
             out=self.out,
             content=content,
             name=request.name or "",
-            source=source.spec,
             classes=plan.classes,
             kind=plan.kind,
             containers=tuple(container for files in saved for container in files.containers),
             plan=empty,
             whole=empty,
-            resize=request.resize,
-            max_image_pixels=request.pixel_limit.pixels,
-            skips_unreadable=request.unreadable == "skip",
-            drops_duplicates=request.duplicates == "drop",
-            without_matches_of=tuple(each.digest for each in request.exclusion.sets) if request.exclusion else (),
             excluded=excluded.counts if excluded else {},
             start=start,
         )
         for files in saved:
             files.prepare(self.report)
         numbers, digests = plan.numbers[:0], b""
-        if job.drops_duplicates:
+        if request.duplicates == "drop":
             whole = job = replace(job, whole=write_table(plan.shards, "whole", job, first=first))
             numbers, digests = plan.numbers, self._digests(whole)
             marks = np.zeros(source.num_images, dtype=np.bool_) if excluded is None else excluded.marks.copy()
@@ -314,7 +306,7 @@ class _Packing:
             plan = make_plan(source, request, without=marks)
             plan = go_on(plan, live, start) if live else plan
         table = write_table(plan.shards, "plan", job, first=first)
-        job = replace(job, plan=table, whole=job.whole if job.drops_duplicates else table)
+        job = replace(job, plan=table, whole=table if job.whole is empty else job.whole)
         with scratch_folder(self.out) as scratch:
             write_seen(scratch / SEEN_FILE, source, numbers, digests)
             job.work.put(SEEN_FILE, scratch / SEEN_FILE)
@@ -341,11 +333,7 @@ class _Packing:
     def _left(self, job: PackJob, old: PackJob | None) -> list[int]:
         """List the shards that are not finished; remove what an earlier attempt left of others."""
         everything = range(len(job.plan.sizes))
-        with ThreadPoolExecutor(1 if is_local(self.out) else _REQUESTS) as pool:
-            is_done = old is not None and list(
-                pool.map(lambda number: find_record(job, number) is not None, everything)
-            )
-        finished = [number for number in everything if is_done and is_done[number]]
+        finished = [number for number, record in enumerate(find_records(job) if old else ()) if record]
         if finished:
             of_all = f"{len(finished):,} of {counted(len(everything), 'shard')}"
             self.report(f"{self.shown}: resuming: {of_all} finished in an earlier attempt")

@@ -26,10 +26,10 @@ from shardvit.data_shards.packing.image import PACKED_LIMIT, Resize
 from shardvit.data_shards.packing.shard_plan import Line, ShardPlan, Start, shard_file
 from shardvit.data_shards.packing.sources.base import ImageSet, Int64s, LeftOut, SplitName
 from shardvit.data_shards.packing.sources.located import Container, LocatedFiles
-from shardvit.data_shards.packing.work import result_folder, work_folder
+from shardvit.data_shards.packing.work import work_folder
 from shardvit.data_shards.sets.arrow_columns import arrow_array, numbers_of
 from shardvit.data_shards.sets.live import lists_of
-from shardvit.data_shards.shards.location import redacted
+from shardvit.data_shards.shards.location import is_local, redacted
 from shardvit.data_shards.shards.shard_index import Texts
 from shardvit.data_shards.store.download import StoreError
 from shardvit.data_shards.store.folders import Folder, open_folder
@@ -78,19 +78,26 @@ class PackJob:
     out: str
     content: dict[str, Any]
     name: str
-    source: str
     classes: tuple[str, ...]
     kind: LabelKind
     containers: tuple[Container, ...]
     plan: PlanTable
     whole: PlanTable  # the same, unless duplicates are dropped
-    resize: Resize | None
-    max_image_pixels: int
-    skips_unreadable: bool
-    drops_duplicates: bool
-    without_matches_of: tuple[str, ...]
     excluded: Mapping[str, int]  # counts, for `Counts`
     start: Start = field(default_factory=Start)
+
+    @property
+    def request(self) -> Mapping[str, Any]:
+        """The request, without its defaults; see `PackRequest.as_json`."""
+        return self.content["request"]
+
+    @property
+    def source(self) -> str:
+        return self.request["source"]
+
+    @property
+    def resize(self) -> Resize | None:
+        return Resize(**found) if (found := self.request.get("resize")) else None
 
     @property
     def work(self) -> Folder:
@@ -98,7 +105,8 @@ class PackJob:
 
     @property
     def result(self) -> Folder:
-        return open_folder(self.out) if self.start.packing else result_folder(self.out)
+        """Folder that shards and manifests are put into."""
+        return self.work.at("result") if is_local(self.out) and not self.start.packing else open_folder(self.out)
 
     @property
     def lists(self) -> Folder:
@@ -107,7 +115,7 @@ class PackJob:
 
     @property
     def pixel_limit(self) -> PixelLimit:
-        return replace(PACKED_LIMIT, pixels=self.max_image_pixels)
+        return replace(PACKED_LIMIT, pixels=self.request.get("max_image_pixels", PACKED_LIMIT.pixels))
 
     def file(self, number: int, table: PlanTable | None = None) -> str:
         """`train/NAME-train-000007.tar`: a shard's place in the result."""
@@ -116,8 +124,15 @@ class PackJob:
 
     def shard(self, number: int, table: PlanTable | None = None) -> ShardPlan:
         """Read the images of a shard."""
-        table = table or self.plan
-        (found,) = self._read(table, [number])
+        return next(self.shards([number], table))
+
+    def shards(self, numbers: Iterable[int], table: PlanTable | None = None) -> Iterator[ShardPlan]:
+        """Read the images of shards, each file of neighbours once."""
+        table, numbers = table or self.plan, list(numbers)
+        for number, found in zip(numbers, self._read(table, numbers), strict=True):
+            yield self._shard(number, table, found)
+
+    def _shard(self, number: int, table: PlanTable, found: pa.Table) -> ShardPlan:
         split = table.split(number)[0]
         numbers, labels = numbers_of(found.column("number")), numbers_of(found.column("label"))
         files = LocatedFiles(
@@ -145,10 +160,10 @@ class PackJob:
         starts = np.cumsum([0, *table.sizes])
         wanted = np.array(sorted(positions), dtype=np.int64)
         lines: dict[int, Line] = {}
-        shards = np.searchsorted(starts, wanted, side="right") - 1
-        for number in np.unique(shards).tolist():
-            shard = self.shard(number, table)
-            for position in wanted[shards == number].tolist():
+        at_shard = np.searchsorted(starts, wanted, side="right") - 1
+        numbers = np.unique(at_shard).tolist()
+        for number, shard in zip(numbers, self.shards(numbers, table), strict=True):
+            for position in wanted[at_shard == number].tolist():
                 at = position - int(starts[number])
                 lines[position] = {**shard.line(at), "key": shard.key(at)}
         return lines
@@ -179,7 +194,7 @@ def write_table(shards: Sequence[ShardPlan], name: str, job: PackJob, *, first: 
     splits: dict[SplitName, int] = {}
     marks: list[str] = []
     table = PlanTable(name, splits, sizes, marks, per_part)
-    options = (job.resize, job.max_image_pixels, version("pillow"), version("simplejpeg"), job.classes)
+    options = (job.resize, job.pixel_limit.pixels, version("pillow"), version("simplejpeg"), job.classes)
     base = hashlib.sha256(repr(options).encode())
     for start in range(0, len(shards), per_part):
         stream, writer = io.BytesIO(), None
@@ -199,10 +214,8 @@ def write_table(shards: Sequence[ShardPlan], name: str, job: PackJob, *, first: 
 def save_job(job: PackJob, left_out: Iterable[LeftOut]) -> None:
     """Write plan.json, last, and left_out.jsonl."""
     job.work.write(LEFT_OUT_FILE, lines_text(each.as_json() for each in left_out))
-    content = {name: value for name, value in vars(job).items() if name not in ("out", "containers", "plan", "whole")}
-    content |= {"resize": job.resize and asdict(job.resize), "start": asdict(job.start)}
-    content["containers"] = [(each.kind, each.location, each.stamp, each.compressed) for each in job.containers]
-    content |= {"plan": vars(job.plan), "whole": None if job.whole is job.plan else vars(job.whole)}
+    content = asdict(job) | ({"whole": None} if job.whole is job.plan else {})
+    del content["out"]
     job.work.write(JOB_FILE, json.dumps(content).encode())
 
 
@@ -212,15 +225,12 @@ def load_job(out: str) -> PackJob | None:
     try:
         content = parse_json(work.read(JOB_FILE))
         plan = PlanTable(**content["plan"])
-        whole = PlanTable(**content["whole"]) if content["whole"] else plan
-        resize = Resize(**content["resize"]) if content["resize"] else None
-        start = Start(**content["start"])
-        containers = tuple(Container(*each) for each in content["containers"])
-        content |= {name: tuple(content[name]) for name in ("classes", "without_matches_of")}
-        return PackJob(
-            **content
-            | {"out": out, "plan": plan, "whole": whole, "resize": resize, "start": start, "containers": containers}
-        )
+        content |= {"plan": plan, "whole": PlanTable(**content["whole"]) if content["whole"] else plan}
+        content |= {"containers": tuple(Container(**each) for each in content["containers"])}
+        content |= {"classes": tuple(content["classes"]), "start": Start(**content["start"])}
+        job = PackJob(out, **content)
+        _ = job.source, job.resize, job.pixel_limit  # raise if the request is broken
+        return job
     except FileNotFoundError:
         return None
     except StoreError:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,7 @@ from shardvit.data_shards.sets.statistics import (
     image_statistics,
     to_parquet,
 )
+from shardvit.data_shards.shards.location import is_local
 from shardvit.data_shards.shards.manifest import Shard
 from shardvit.data_shards.shards.tar_index import build_index, index_path, write_index
 from shardvit.data_shards.shards.webdataset_parts import tar_writer
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
     from shardvit.data_shards.packing.plan_file import PackJob
 
 _BUFFER_BYTES = 1 << 20
+_REQUESTS = 16  # to a store, at a time
 
 
 class RefusedImage(NamedTuple):
@@ -102,6 +105,12 @@ def find_record(job: PackJob, number: int, *, unread: Literal["retry", "accept"]
         return None
     sizes = ((file, record.shard.num_bytes), (index_file(file), record.index_bytes))
     return record if good and all(job.result.size(name) == size for name, size in sizes) else None
+
+
+def find_records(job: PackJob, *, unread: Literal["retry", "accept"] = "retry") -> Iterator[ShardRecord | None]:
+    """Find all shards' records, in order; see `find_record`."""
+    with ThreadPoolExecutor(1 if is_local(job.out) else _REQUESTS) as pool:
+        yield from pool.map(lambda number: find_record(job, number, unread=unread), range(len(job.plan.sizes)))
 
 
 def record_file(file: str) -> str:

@@ -36,11 +36,6 @@ def work_folder(out: str) -> Folder:
     return open_folder(work_path(local_path(out))) if is_local(out) else open_folder(out).at(".packing")
 
 
-def result_folder(out: str) -> Folder:
-    """Open the folder that shards and manifests are put into."""
-    return work_folder(out).at("result") if is_local(out) else open_folder(out)
-
-
 def unpacked_path(out: str) -> Path:
     """`a/OUT` -> `a/.OUT.unpacked`, for decompressed archives until OUT is complete; of a URL in the cache."""
     if is_local(out):

@@ -18,7 +18,7 @@ from typing import Any
 from shardvit.data_shards.durable import replace_text
 from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.packing.plan_file import load_job
-from shardvit.data_shards.packing.shard_writer import find_record
+from shardvit.data_shards.packing.shard_writer import find_records
 from shardvit.data_shards.shards.location import is_local, local_path
 from shardvit.data_shards.shards.manifest import MANIFEST_FILE
 from shardvit.data_shards.store.folders import open_folder
@@ -83,11 +83,14 @@ def plan_packing_jobs(
     open_tasks = list(range(tasks))
     if not is_packed(out):
         planned = load_job(out)
-        if planned is None or (_submitted(paths.run) or {}).get("command") != command:
+        is_same = planned is not None and (_submitted(paths.run) or {}).get("command") == command
+        records = [*find_records(planned)] if planned is not None and is_same else []
+        # With images that could not be read, which were to be mended, the source is another one.
+        is_refused = any(record and record.refused for record in records) and "--skip-unreadable" not in flags
+        if not records or is_refused:
             add("plan")
         else:
-            is_open = [find_record(planned, number) is None for number in range(len(planned.plan.sizes))]
-            open_tasks = [task for task in range(tasks) if any(is_open[task::tasks])]
+            open_tasks = [task for task in range(tasks) if None in records[task::tasks]]
         if open_tasks:
             limit = f"%{at_once}" if at_once else ""
             add("shards", "--of", str(tasks), array=f"{_ranges(open_tasks)}{limit}")

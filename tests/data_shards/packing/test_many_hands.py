@@ -244,3 +244,22 @@ def test_pack_without_a_step_reports_what_the_steps_report(source: Path, expecte
     lines: list[str] = []
     pack(str(source), out, step="finish", report=lines.append, **OPTIONS)
     assert any("39 images" in line or "packed in" in line for line in lines) and tree(out) == expected
+
+
+@pytest.mark.parametrize(
+    "change", ["{", "[]", "null", "content", "plan", "containers", {"content": {}}, {"source": "x"}]
+)
+def test_a_broken_plan_is_one_sentence(source: Path, change: Any):
+    out = source.with_name("out")
+    quiet(str(source), out, **OPTIONS, step="plan")
+    file = source.with_name(".out.packing") / "plan.json"
+    content = json.loads(file.read_text())
+    if isinstance(change, str) and change in content:
+        del content[change]
+        change = content
+    elif isinstance(change, dict):
+        change = content | change
+    file.write_text(change if isinstance(change, str) else json.dumps(change))
+    for step in ("plan", "shards", "finish"):
+        with pytest.raises(UserError, match=r"plan\.json is broken; delete"):
+            quiet(str(source), out, **OPTIONS, step=step)

@@ -99,19 +99,13 @@ def mark_of(shard: ShardPlan, resize: Resize | None = None) -> str:
     with tempfile.TemporaryDirectory() as folder:
         job = PackJob(
             out=f"{folder}/out",
-            content={},
+            content={"request": {"source": "x", "resize": resize and vars(resize)}},
             name="x",
-            source="x",
             classes=shard.classes,
             kind="single",
             containers=(),
             plan=NO_TABLE,
             whole=NO_TABLE,
-            resize=resize,
-            max_image_pixels=100,
-            skips_unreadable=False,
-            drops_duplicates=False,
-            without_matches_of=(),
             excluded={},
         )
         (mark,) = write_table([shard], "plan", job, first={id(shard.images.files): 0}).marks
