@@ -13,6 +13,7 @@ from tests.cluster.slurm_cluster import Done, SlurmCluster
 from tests.data_shards.packing.folders import tree
 
 TASKS = 4
+FLAGS = ("--holdout", "0.2", "--samples-per-shard", "100", "--name", "d")
 
 
 class Packing:
@@ -36,10 +37,12 @@ class Packing:
         return self.slurm.run(*command, cwd=self.folder, environment={"PYTHONPATH": str(ROOT)}, check=check)
 
     def submit(self, *more: str) -> dict[str, str]:
-        flags = ("--holdout", "0.2", "--samples-per-shard", "100", "--name", "d")
-        asked = ("--tasks", str(TASKS), "--time", "0:10:00", "--site", "site.toml")
-        done = self.cli("submit", "--pack", "digits", self.out.name, *flags, *asked, *more)
-        return dict(re.findall(r"(\w+): job (\d+)", done.out))
+        return dict(re.findall(r"(\w+): job (\d+)", self.asked(*more).out))
+
+    def asked(self, *more: str, check: bool = True) -> Done:
+        """Submit it, and return what the command says."""
+        job = ("--tasks", str(TASKS), "--time", "0:10:00", "--site", "site.toml")
+        return self.cli("submit", "--pack", "digits", self.out.name, *FLAGS, *job, *more, check=check)
 
     def log(self, name: str) -> str:
         path = self.folder / "my set.jobs" / "slurm" / f"{name}.log"
@@ -73,10 +76,7 @@ def test_an_array_packs_the_same_bytes_though_a_node_dies(packing: Packing, tmp_
     seen = json.loads(packing.cli("status", str(packing.out), "--json").out)
     assert (seen["state"], seen["shards"], seen["of_shards"], seen["of_images"]) == ("packing", 0, 19, 1797)
     assert seen["jobs"]["shards"] == [jobs["shards"], "RUNNING"]
-    assert (
-        "has jobs in the queue"
-        in packing.cli("submit", "--pack", "digits", packing.out.name, "--tasks", "4", "--time", "5", check=False).error
-    )
+    assert "has jobs in the queue" in packing.asked(check=False).error
     slurm.run("scontrol", "update", "NodeName=node2", "State=DOWN", "Reason=test")
     slurm.wait_until(
         lambda: "PENDING" in slurm.run("squeue", "-h", "-o", "%T", "--jobs", jobs["shards"], "-r").out, what="requeue"
@@ -105,38 +105,8 @@ def test_only_what_is_not_done_is_submitted_again_after_a_cancel(packing: Packin
     packing.wait_for_state(jobs["finish"], "CANCELLED")
     packing.slurm.wait_until(lambda: not packing.slurm.run("squeue", "-h").out.strip(), what="empty queue")
     packing.hold.unlink()
-    packing.cli(
-        "pack",
-        "digits",
-        packing.out.name,
-        "--holdout",
-        "0.2",
-        "--samples-per-shard",
-        "100",
-        "--name",
-        "d",
-        "--step",
-        "shards",
-        "--task",
-        "1",
-        "--of",
-        "4",
-    )
-    rendered = packing.cli(
-        *(
-            "submit",
-            "--pack",
-            "digits",
-            packing.out.name,
-            "--holdout",
-            "0.2",
-            "--samples-per-shard",
-            "100",
-            "--name",
-            "d",
-        ),
-        *("--tasks", "4", "--time", "0:10:00", "--render"),
-    ).out
+    packing.cli("pack", "digits", packing.out.name, *FLAGS, "--step", "shards", "--task", "1", "--of", str(TASKS))
+    rendered = packing.asked("--render").out
     assert "--array=0,2-3\n" in rendered and "--step plan" not in rendered
     again = packing.submit()
     assert list(again) == ["shards", "finish"]
