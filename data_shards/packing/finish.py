@@ -5,7 +5,6 @@ Reads each shard's record, in order. Takes 50 bytes of memory an image, for dige
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,6 +21,7 @@ from shardvit.data_shards.packing import found
 from shardvit.data_shards.packing.appending import appended_line, open_again
 from shardvit.data_shards.packing.found import Counts
 from shardvit.data_shards.packing.plan_file import JOB_FILE, LEFT_OUT_FILE, PackJob, load_job
+from shardvit.data_shards.packing.request import difference
 from shardvit.data_shards.packing.seen import SEEN_FILE, add_digests, read_digests_of
 from shardvit.data_shards.packing.shard_plan import LABEL_SPECS, Line, class_numbers
 from shardvit.data_shards.packing.shard_writer import (
@@ -32,26 +32,26 @@ from shardvit.data_shards.packing.shard_writer import (
     statistics_file,
 )
 from shardvit.data_shards.packing.sources.base import SplitName
-from shardvit.data_shards.packing.work import open_work, scratch_folder, unpacked_path, work_path
+from shardvit.data_shards.packing.work import open_work, scratch_folder, unpacked_path, work_folder, work_path
 from shardvit.data_shards.sets.keeping import write_manifest
-from shardvit.data_shards.sets.live import PACK_FILE, join_manifests
+from shardvit.data_shards.sets.live import PACK_FILE, join_manifests, manifests_in
 from shardvit.data_shards.sets.statistics import write_statistics
-from shardvit.data_shards.shards.location import is_local, join, local_path, redacted
+from shardvit.data_shards.shards.location import is_local, local_path, redacted
 from shardvit.data_shards.shards.manifest import (
     MANIFEST_FILE,
     Manifest,
     Shard,
     json_text,
-    parse_manifest,
     read_manifest,
     timm_info,
 )
 from shardvit.data_shards.shards.shard_set import Report
 from shardvit.data_shards.store.download import StoreError
-from shardvit.data_shards.store.folders import open_folder
+from shardvit.data_shards.store.folders import LocalFolder, open_folder
 from shardvit.data_shards.store.ranges import list_url
 from shardvit.data_shards.text import counted, parse_json
 
+CLAIM_FILE = "request.json"  # in a store: whose the work folder is
 _REQUESTS = 16  # to a store, at a time
 _ROWS_AHEAD = 4 * _REQUESTS  # shards
 
@@ -236,6 +236,7 @@ def remove_work(out: str, job: PackJob | None = None) -> None:
     with ThreadPoolExecutor(_REQUESTS) as pool:
         list(pool.map(job.work.remove, dict.fromkeys(names)))
     job.work.remove(JOB_FILE)
+    job.work.remove(CLAIM_FILE)
 
 
 # ---- what a finished set is
@@ -248,11 +249,32 @@ def is_there(out: str) -> bool:
     return open_folder(out).size(f"train/{MANIFEST_FILE}") is not None
 
 
-def clear(out: str) -> None:
-    """Remove the work folder of a finished packing."""
-    if not is_local(out) or work_path(local_path(out)).is_dir():
-        with open_work(out, keep=True):
-            remove_work(out)
+def take(out: str, request: Mapping[str, Any]) -> None:
+    """Take a store's work folder for a request until its packing is done; UserError if another request has it."""
+    work = work_folder(out)
+    if isinstance(work, LocalFolder):  # which is locked
+        return
+    if different := _difference(work.claim(CLAIM_FILE, json_text(request).encode()), request):
+        where = redacted(work.location)
+        raise UserError(f"{redacted(out)}: another request is packed into it ({different}); wait, or delete {where}")
+
+
+def clear(out: str, request: Mapping[str, Any]) -> None:
+    """Remove the work folder of a request's finished packing."""
+    if is_local(out):
+        if work_path(local_path(out)).is_dir():
+            with open_work(out, keep=True):
+                remove_work(out)
+        return
+    work, job, claim = work_folder(out), load_job(out), None
+    with suppress(FileNotFoundError):  # removed by a packing of the same, while this one wrote its plan
+        claim = work.read(CLAIM_FILE)
+    if claim is not None and _difference(claim, request):
+        return
+    if job is None or not difference(job.content["request"], request):
+        remove_work(out, job)
+    if claim is not None:
+        work.remove(CLAIM_FILE)
 
 
 def manifests_of(out: str, shown: str) -> tuple[Manifest, ...]:
@@ -260,19 +282,14 @@ def manifests_of(out: str, shown: str) -> tuple[Manifest, ...]:
     if is_local(out):
         splits = ("train", *(split for split in ("val", "test") if os.path.isdir(os.path.join(out, split))))
         return tuple(read_manifest(os.path.join(shown, split)) for split in splits)
-    found: list[Manifest] = []
-    for split in ("train", "val", "test"):
-        with suppress(FileNotFoundError):
-            content = open_folder(out).read(f"{split}/{MANIFEST_FILE}")
-            found.append(parse_manifest(content, root=Path(), name=join(redacted(out), split)))
-    return tuple(found)
+    return tuple(manifests_in(open_folder(out)).values())
 
 
-def difference(before: Mapping[str, Any], request: Mapping[str, Any]) -> str:
-    """Say what differs between two requests, if anything."""
-    request = parse_json(json.dumps(request))
-    key = next((key for key in {**request, **before} if before.get(key) != request.get(key)), None)
-    return "" if key is None else f"{key}: {before.get(key)!r} then, {request.get(key)!r} now"
+def _difference(claim: bytes, request: Mapping[str, Any]) -> str:
+    try:
+        return difference(dict(parse_json(claim)), request)
+    except (ValueError, TypeError):
+        return f"its {CLAIM_FILE} is broken"
 
 
 def demand_same(out: str, content: Mapping[str, Any], *, shown: str = "") -> Counts:

@@ -37,10 +37,10 @@ from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.packing import found
 from shardvit.data_shards.packing.appending import go_on, has_before, start_of
 from shardvit.data_shards.packing.exclusion import Excluded, find_excluded
-from shardvit.data_shards.packing.finish import clear, demand_same, difference, finish, is_there, manifests_of, sweep
+from shardvit.data_shards.packing.finish import clear, demand_same, finish, is_there, manifests_of, sweep, take
 from shardvit.data_shards.packing.found import Counts, PackReport
 from shardvit.data_shards.packing.plan_file import PackJob, PlanTable, load_job, save_job, write_table
-from shardvit.data_shards.packing.request import HoldoutList, PackRequest, read_holdout_list
+from shardvit.data_shards.packing.request import HoldoutList, PackRequest, difference, read_holdout_list
 from shardvit.data_shards.packing.seen import SEEN_FILE, compare_seen, write_seen
 from shardvit.data_shards.packing.shard_plan import PackPlan, ShardPlan, Start, make_plan, needed_bytes
 from shardvit.data_shards.packing.shard_writer import digest_shard, find_records, make_shard
@@ -58,7 +58,7 @@ from shardvit.data_shards.packing.work import (
 from shardvit.data_shards.processes import num_cores
 from shardvit.data_shards.progress_line import Progress
 from shardvit.data_shards.sets.live import LiveSet, lists_of, open_live
-from shardvit.data_shards.shards.location import is_local, local_path, redacted
+from shardvit.data_shards.shards.location import is_local, local_path
 from shardvit.data_shards.shards.shard_set import Report
 from shardvit.data_shards.store.folders import open_folder
 from shardvit.data_shards.text import counted, printable, show_bytes
@@ -183,7 +183,7 @@ class _Packing:
                 if planned:
                     self._make(*planned)
                     return finish(planned[0], report=self.report), ""
-            return self._nothing_new()
+            return self._nothing_new(content)
         except (OSError, UserError):
             if not live and not is_local(self.out) and is_there(self.out):  # another process has finished the same
                 return self._compare(*self._open(source_spec))
@@ -198,7 +198,7 @@ class _Packing:
             with open_work(self.out, keep=True), self._explain_full_disk():
                 planned = self._plan(source, content, *self._choose(source), live)
             if planned is None:
-                return self._nothing_new()
+                return self._nothing_new(content)
             job, left = planned
             shards = f"{len(left):,} of {counted(len(job.plan.sizes), 'shard')}"
             self.report(f"{self.shown}: planned, {shards} to be made")
@@ -213,7 +213,7 @@ class _Packing:
         if step == "finish":
             with open_work(self.out, keep=True), self._explain_full_disk():
                 counts = finish(job, report=self.report)
-            clear(self.out)
+            clear(self.out, before)
             return counts, ""
         if not 0 <= task < of:
             raise UserError(f"task {task} of {of}: tasks are numbered from 0 to {of - 1}")
@@ -240,11 +240,11 @@ class _Packing:
         shown = self.shown if packing in (None, self.out) else ""
         counts = demand_same(packing or self.out, content, shown=shown)
         compared = compare_seen(packing or self.out, source, self.request, report=self.report)
-        clear(self.out)  # killed before the end
+        clear(self.out, content["request"])  # killed before the end
         return counts, compared
 
-    def _nothing_new(self) -> tuple[Counts, str]:
-        clear(self.out)
+    def _nothing_new(self, content: dict[str, Any]) -> tuple[Counts, str]:
+        clear(self.out, content["request"])
         return Counts(), "the bytes of all images, which the set has already"
 
     def _named(self, live: LiveSet | None = None) -> PackRequest:
@@ -264,13 +264,13 @@ class _Packing:
         self, source: Source, content: dict[str, Any], plan: PackPlan, excluded: Excluded | None, live: LiveSet | None
     ) -> tuple[PackJob, Sequence[int]] | None:
         """Write the plan; return it with the shards that are not finished. None if there is nothing to append."""
-        request, old = self._named(live), load_job(self.out)
+        request = self._named(live)
         start = start_of(live) if live else Start()
         plan = go_on(plan, live, start) if live else plan
-        is_shared = old is not None and old.start == start and not is_local(self.out)
-        if old and is_shared and (different := difference(old.content["request"], content["request"])):
-            where = redacted(old.work.location)
-            raise UserError(f"{self.shown}: another request is packed into it ({different}); wait, or delete {where}")
+        take(self.out, content["request"])
+        if is_there(self.out) if live is None else self._live() != live:
+            raise UserError(f"{self.shown}: another packing has finished meanwhile; type the same command again")
+        old = load_job(self.out)
         all_files = {id(images.files): images.files for images in source.splits.values()}
         saved = [files.saved(work_folder(self.out)) for files in all_files.values()]
         starts = np.cumsum([0, *(len(files.containers) for files in saved)]).tolist()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.images.decode import PixelLimit
@@ -16,6 +17,7 @@ from shardvit.data_shards.packing.sources.recognise import Published
 from shardvit.data_shards.packing.sources.tars.samples import SampleOptions
 from shardvit.data_shards.shards.shard_set import ShardSet
 from shardvit.data_shards.store.store import Store
+from shardvit.data_shards.text import parse_json
 
 if TYPE_CHECKING:
     from shardvit.data_shards.checking.near_duplicates.matches import Matches
@@ -124,3 +126,10 @@ class PackRequest:
             "seed": self.seed,
             **{name: value for name, value in given.items() if value is not None},
         }
+
+
+def difference(before: Mapping[str, Any], request: Mapping[str, Any]) -> str:
+    """Say what differs between two requests, if anything."""
+    request = parse_json(json.dumps(request))
+    key = next((key for key in {**request, **before} if before.get(key) != request.get(key)), None)
+    return "" if key is None else f"{key}: {before.get(key)!r} then, {request.get(key)!r} now"

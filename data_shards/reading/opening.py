@@ -143,6 +143,8 @@ def _open_packed(spec: ShardsSpec, *, damaged: Damaged, report: Report, store: S
         if is_there(kept, store=store) and (before := manifest_of(kept, store=store)).digest == spec.digest:
             report(f"{redacted(location)} has changed since: going on with {redacted(kept)}, as it was")
             location, manifest = kept, before
+        else:
+            report(f"{redacted(location)} has changed since, and {redacted(kept)}, as it was, is not there")
     return set_of(manifest, location, damaged=damaged)
 
 

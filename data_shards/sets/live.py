@@ -87,11 +87,7 @@ def open_live(folder: Folder) -> LiveSet:
     packings = list(_packings(folder))
     if not packings:
         raise UserError(f"{shown}: there is no {PACK_FILE} of a set to append to; leave out --append to make one")
-    manifests: dict[str, Manifest] = {}
-    for split in _SPLITS:
-        if folder.size(f"{split}/{MANIFEST_FILE}") is not None:
-            manifests[split] = manifest_of(join(folder.location, split), store=Store())
-    if "train" not in manifests:
+    if "train" not in (manifests := manifests_in(folder)):
         raise UserError(f"{shown}: there is no train/{MANIFEST_FILE} to append to; leave out --append to make a set")
     entry = packings[-1]
     if len(packings) > 1 and manifests[entry["last"]].digest == (before := entry["before"]).get(entry["last"]):
@@ -100,6 +96,12 @@ def open_live(folder: Folder) -> LiveSet:
             folder.remove(f"{split}/{MANIFEST_FILE}")
         manifests = {split: _as_before(folder, split, manifests[split], digest) for split, digest in before.items()}
     return LiveSet(folder, tuple(packings), manifests)
+
+
+def manifests_in(folder: Folder) -> dict[str, Manifest]:
+    """Read the manifests of a packed set's splits."""
+    splits = [split for split in _SPLITS if folder.size(f"{split}/{MANIFEST_FILE}") is not None]
+    return {split: manifest_of(join(folder.location, split), store=Store()) for split in splits}
 
 
 def _packings(folder: Folder) -> Iterator[dict[str, Any]]:

@@ -16,7 +16,7 @@ from shardvit.data_shards.durable import replaced
 from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.shards.location import is_local, join, local_path, protocol, redacted
 from shardvit.data_shards.store import ranges
-from shardvit.data_shards.store.upload import WRITABLE, abort_unfinished, remove, upload
+from shardvit.data_shards.store.upload import WRITABLE, abort_unfinished, claim, remove, upload
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,13 @@ class StoreFolder:
     def put(self, name: str, file: Path) -> None:
         upload(self._url(name), file)
         file.unlink()
+
+    def claim(self, name: str, data: bytes) -> bytes:
+        """Write a file unless it is there; return what is there then."""
+        while True:
+            claim(self._url(name), data)
+            with suppress(FileNotFoundError):  # removed since
+                return self.read(name)
 
     def size(self, name: str) -> int | None:
         try:

@@ -12,7 +12,7 @@ from typing import Any
 
 from shardvit.data_shards.store.bucket import is_bucket, unfinished_uploads
 from shardvit.data_shards.store.download import Downloads, MissingObject, RetryPolicy, StoreError
-from shardvit.data_shards.store.remote_errors import Failure, Missing, Transient, Wrong
+from shardvit.data_shards.store.remote_errors import Failure, Missing, Refused, Transient, Wrong
 
 UPLOADS = Downloads(RetryPolicy(), requests=6)  # beside the retries of the whole upload
 PART_BYTES = 16 * 2**20
@@ -31,6 +31,26 @@ def upload(url: str, data: bytes | Path) -> None:
     except BaseException:
         abort_unfinished(url)
         raise
+
+
+def claim(url: str, data: bytes) -> None:
+    """Write a small object unless there is one: of several writers at once one wins (where a store knows no condition,
+    the last); StoreError after the last attempt."""
+
+    def attempt(remote: Any) -> None:
+        if remote.kind not in _WHOLE:
+            remote.call("makedirs", remote.path.rpartition("/")[0], exist_ok=True)
+        try:
+            remote.call("pipe_file", remote.path, data, mode="create")
+        except Failure as failure:
+            with suppress(Missing):
+                remote.call("info", remote.path)
+                return
+            if not isinstance(failure, Refused):
+                raise
+            remote.call("pipe_file", remote.path, data)
+
+    UPLOADS.retried(url, attempt, num_bytes=len(data), access="written")
 
 
 def count_requests(num_bytes: int) -> int:

@@ -19,8 +19,7 @@ from shardvit.pipeline.recipe.data import ShardsConfig
 from shardvit.pipeline.recipe.roles import Role, missing_paths, role_of
 from shardvit.pipeline.recipe.schema import Recipe
 from shardvit.pipeline.recipe.vocabulary import StageName
-from shardvit.pipeline.stage.stage_data import shards_spec
-from shardvit.pipeline.transfer.settings import few_shot_of
+from shardvit.pipeline.stage.stage_data import few_shot_of, shards_spec
 
 GIVE_UP_SECONDS = 30.0  # the user is waiting
 

@@ -262,7 +262,8 @@ class PipelineRun:
                 if not self._unopened(stage):  # else the dry run's summary checks as much as possible
                     say = (lambda line: None) if kept else print  # the ranks will
                     data = open_data(self.recipe, stage=stage, report=say, commands=self.commands, manifests=kept)
-                    open_few_shot(self.recipe, stage=stage, commands=self.commands)
+                    pins = data.manifests
+                    open_few_shot(self.recipe, stage=stage, report=say, commands=self.commands, manifests=pins)
             except CommandRefused as error:
                 notes.append(f"stages.{stage}: its images and their number were not checked: {error}")
             if data is not None:

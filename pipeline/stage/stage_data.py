@@ -1,14 +1,14 @@
 """Open a stage's shards, check them against each other, and order their samples. No torch."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
 from shardvit.data_shards.checking.fitness import assess
 from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.order.mixture import AnyOrder, make_order
-from shardvit.data_shards.reading.opening import open_shards
+from shardvit.data_shards.reading.opening import is_packed, manifest_of, open_shards
 from shardvit.data_shards.shards.holdout import shared_images
 from shardvit.data_shards.shards.location import CommandRefused, Commands, redacted
 from shardvit.data_shards.shards.shard_set import Portion, ShardSet, ShardsSpec, merge_shard_sets
@@ -17,14 +17,17 @@ from shardvit.data_shards.store.store import Store
 from shardvit.data_shards.text import counted, named, parse_bytes, show_bytes
 from shardvit.model.vocabulary import LOSSES
 from shardvit.pipeline.own_code.by_path import own_digests
-from shardvit.pipeline.recipe.data import ShardsConfig
+from shardvit.pipeline.recipe.data import FewShotConfig, ShardsConfig
 from shardvit.pipeline.recipe.roles import missing_paths
 from shardvit.pipeline.recipe.schema import Recipe
-from shardvit.pipeline.recipe.stage import MaskedPatchStage, TrainStage
+from shardvit.pipeline.recipe.stage import MaskedPatchStage, PretrainStage, TrainStage
 from shardvit.pipeline.recipe.stage_plan import StagePlan, chosen_metrics
 from shardvit.pipeline.recipe.vocabulary import OWN_SET, EvalMetric, StageName
 from shardvit.pipeline.runs.run_folder import RunFolder, StageRecord
 
+SAME_CLASSES = (
+    "pack both from the same list of classes, or, if images are being appended to them, try again when that is done"
+)
 TRAINING_IMAGES, HELD_OUT_IMAGES = "training images", "held-out images"  # in the stage's records
 
 Report = Callable[[str], None]
@@ -97,8 +100,14 @@ class Stage:
         return training_order(self.recipe, data=self.data, plan=self.plan)
 
 
-def shards_spec(config: ShardsConfig) -> ShardsSpec:
-    """Translate a set of the recipe for `data_shards`."""
+def few_shot_of(recipe: Recipe, *, stage: StageName) -> tuple[FewShotConfig, ...]:
+    """Few-shot sets of a stage; only pretrain has any."""
+    config = getattr(recipe.stages, stage)
+    return config.few_shot if isinstance(config, PretrainStage) else ()
+
+
+def shards_spec(config: ShardsConfig, *, manifests: Mapping[str, str] = MappingProxyType({})) -> ShardsSpec:
+    """Translate a set of the recipe for `data_shards`; `manifests` as in `StageData`."""
     portion = None
     if config.part is not None:
         assert config.hold_out is not None  # guaranteed by the recipe's validator
@@ -109,6 +118,7 @@ def shards_spec(config: ShardsConfig) -> ShardsSpec:
         kind=config.kind,
         classes=Path(config.classes) if config.classes else None,
         portion=portion,
+        digest=manifests.get(redacted(config.shards), ""),
     )
 
 
@@ -146,14 +156,15 @@ def open_data(
     begun_with = {**manifests}
 
     def open_one(shards: ShardsConfig) -> list[ShardSet]:
-        place = redacted(shards.shards)
-        spec = replace(shards_spec(shards), digest=begun_with.get(place, ""))
+        spec = shards_spec(shards, manifests=begun_with)
         damaged = "report" if recipe.data.max_corrupt_share > 0 else "refuse"
         try:
             opened = open_shards(spec, damaged=damaged, report=report, store=store)
             (source,) = opened.shards.sources
             if source.digest:
-                begun_with[place] = source.digest  # for the other part of it, too, whatever is appended meanwhile
+                begun_with[redacted(shards.shards)] = (
+                    source.digest
+                )  # for the other part of it, too, whatever is appended meanwhile
             return [opened]
         except CommandRefused as error:
             refused.append(error)
@@ -164,6 +175,9 @@ def open_data(
     held_out = {OWN_SET: open_one(config.eval), **{name: open_one(each) for name, each in config.also_eval.items()}}
     if refused:
         raise CommandRefused("; ".join(dict.fromkeys(map(str, refused))))
+    for shards in (shards for each in few_shot_of(recipe, stage=stage) for shards in (each.train, each.eval)):
+        if (place := redacted(shards.shards)) not in begun_with and is_packed(shards.shards):
+            begun_with[place] = manifest_of(shards.shards, store=store).digest
     data = StageData(
         train=merge_shard_sets(parts),
         train_sizes=tuple(part.shard_sizes for part in parts),
@@ -207,8 +221,7 @@ def _demand_like_labels(train: ShardSet, held_out: ShardSet, *, config: TrainSta
     if train.classes != held_out.classes:
         raise UserError(
             f"stages.{stage}: the classes of train ({train.source}: {named(train.classes)}) and {key} "
-            f"({held_out.source}: {named(held_out.classes)}) differ: pack both from the same list of classes, or, "
-            "if images are being appended to them, try again when that is done"
+            f"({held_out.source}: {named(held_out.classes)}) differ: {SAME_CLASSES}"
         )
     if train.is_multi_label != held_out.is_multi_label:
         raise UserError(f"stages.{stage}: one of train and {key} has a list of labels per image, the other has one")

@@ -33,11 +33,11 @@ from shardvit.pipeline.recipe.vocabulary import FeatureLayer
 from shardvit.pipeline.stage.batches import access_of, eval_transform
 from shardvit.pipeline.stage.context import StageContext
 from shardvit.pipeline.stage.data_workers import DataWorkers
-from shardvit.pipeline.stage.stage_data import Stage
+from shardvit.pipeline.stage.stage_data import Stage, few_shot_of
 from shardvit.pipeline.transfer.classifiers import LinearClassifier, fit_least_squares
 from shardvit.pipeline.transfer.features import Features, Int64s, choose_shots, extract, merged, shot_features
 from shardvit.pipeline.transfer.results import few_shot_name
-from shardvit.pipeline.transfer.settings import TransferSet, few_shot_of, open_few_shot
+from shardvit.pipeline.transfer.settings import TransferSet, open_few_shot
 
 
 @dataclass(frozen=True)
@@ -271,9 +271,17 @@ def few_shot_evaluation(
     configs = few_shot_of(stage.recipe, stage=stage.name)
     if not configs:
         return lambda step: {}
-    recipe, store = stage.recipe, stage.data.store
+    recipe = stage.recipe
     opened = context.on_main(
-        lambda: open_few_shot(recipe, stage=stage.name, report=context.say, commands="run", store=store), takes="long"
+        lambda: open_few_shot(
+            recipe,
+            stage=stage.name,
+            report=context.say,
+            commands="run",
+            store=stage.data.store,
+            manifests=stage.data.manifests,
+        ),
+        takes="long",
     )
     sets = context.ranks.from_main(opened)
     assert sets is not None

@@ -7,8 +7,9 @@ kNN: as DINO's (arXiv 2104.14294, appendix F): k 20, temperature 0.07, cosine.
 Mistakes in shards are reported before anything is loaded or started.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -18,12 +19,11 @@ from shardvit.data_shards.reading.opening import open_shards
 from shardvit.data_shards.shards.location import Commands
 from shardvit.data_shards.shards.shard_set import ShardSet
 from shardvit.data_shards.store.store import Store
-from shardvit.pipeline.recipe.data import Counts, FewShotConfig, OneSet, ShardsConfig, Strengths
+from shardvit.pipeline.recipe.data import Counts, OneSet, ShardsConfig, Strengths
 from shardvit.pipeline.recipe.duration import Strict
 from shardvit.pipeline.recipe.schema import Recipe
-from shardvit.pipeline.recipe.stage import PretrainStage
 from shardvit.pipeline.recipe.vocabulary import StageName
-from shardvit.pipeline.stage.stage_data import shards_spec, store_of
+from shardvit.pipeline.stage.stage_data import SAME_CLASSES, few_shot_of, shards_spec, store_of
 from shardvit.pipeline.transfer.results import SetGroup
 
 
@@ -146,7 +146,7 @@ class TransferSet:
         if self.train.classes != self.eval.classes:
             raise UserError(
                 f"the classes of {self.train.source} ({self.train.num_classes}) and {self.eval.source} "
-                f"({self.eval.num_classes}) differ: pack both from the same list of classes"
+                f"({self.eval.num_classes}) differ: {SAME_CLASSES}"
             )
 
 
@@ -160,12 +160,6 @@ def open_set(shards: ShardsConfig, *, store: Store, say: Say) -> ShardSet:
     return opened
 
 
-def few_shot_of(recipe: Recipe, *, stage: StageName) -> tuple[FewShotConfig, ...]:
-    """Few-shot sets of a stage; only pretrain has any."""
-    config = getattr(recipe.stages, stage)
-    return config.few_shot if isinstance(config, PretrainStage) else ()
-
-
 def open_few_shot(
     recipe: Recipe,
     *,
@@ -173,14 +167,16 @@ def open_few_shot(
     report: Say = print,
     commands: Commands = "refuse",
     store: Store | None = None,
+    manifests: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[TransferSet, ...]:
-    """Open a stage's sets in the recipe's order; `commands` as in `stage_data.open_data`. CommandRefused if one is a
-    command; UserError if shards are missing or broken, classes differ, or an image has several labels."""
+    """Open a stage's sets in the recipe's order; `commands` as in `stage_data.open_data`, `manifests` as it returns
+    them. CommandRefused if one is a command; UserError if shards are missing or broken, classes differ, or an image has
+    several labels."""
     found: list[TransferSet] = []
     for number, each in enumerate(few_shot_of(recipe, stage=stage)):
         store = store or store_of(recipe, commands=commands)
         train, held_out = (
-            open_shards(shards_spec(shards), damaged="report", report=report, store=store)
+            open_shards(shards_spec(shards, manifests=manifests), damaged="report", report=report, store=store)
             for shards in (each.train, each.eval)
         )
         try:

@@ -10,12 +10,15 @@ import pytest
 
 from shardvit.data_shards.checking.check import check
 from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.packing import pack as packing
 from shardvit.data_shards.packing.pack import pack
 from shardvit.data_shards.reading.opening import open_shards
 from shardvit.data_shards.sets.statistics_summary import summarise
 from shardvit.data_shards.shards.manifest import read_manifest
 from shardvit.data_shards.shards.shard_set import ShardsSpec
 from shardvit.data_shards.store import folders
+from shardvit.data_shards.store.folders import LocalFolder
+from shardvit.data_shards.store.ranges import list_url, read_whole
 from tests.data_shards.http_server import FaultServer
 from tests.data_shards.packing.folders import by_index, write_folder
 
@@ -301,3 +304,71 @@ def test_in_a_bucket(sources: Sources, out: Path, s3: FaultServer):
         assert open_shards(f"s3://shards/set/{split}").digest == open_shards(str(out / split)).digest
     assert open_shards(f"s3://shards/set/train/manifest-{old.digest}.json").digest == old.digest
     assert any("was packed before" in line for line in append(sources.two, "s3://shards/set", holdout=0.25))
+
+
+@pytest.fixture
+def copied(tmp_path: Path) -> Callable[[Path | str], Path]:
+    """Bring a set of a bucket here."""
+
+    def copy(out: Path | str) -> Path:
+        if isinstance(out, Path):
+            return out
+        folder = LocalFolder(tmp_path / "copied")
+        for name, *_ in list_url(out):
+            folder.write(name, read_whole(f"{out}/{name}"))
+        return folder.path
+
+    return copy
+
+
+@pytest.mark.parametrize("place", ["here", "in a bucket"])
+def test_what_is_appended_while_another_lists_its_source_stays(
+    sources: Sources,
+    out: Path,
+    tmp_path: Path,
+    s3: FaultServer,
+    copied: Callable[[Path | str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    place: str,
+):
+    """The other one opened the set before this one was done."""
+    target = out if place == "here" else "s3://shards/set"
+    if place != "here":
+        quiet(sources.one, target, holdout=0.25)
+    more = write_folder(tmp_path / "late", {"dog": 5})
+    real = packing.make_plan
+
+    def listed(*args: Any, **options: Any) -> object:
+        monkeypatch.setattr(packing, "make_plan", real)
+        append(sources.two, target, holdout=0.25)
+        return real(*args, **options)
+
+    monkeypatch.setattr(packing, "make_plan", listed)
+    with pytest.raises(UserError, match="same command again"):
+        append(tmp_path / "late", target)
+    assert named(copied(target)) == sources.owner
+    append(tmp_path / "late", target)
+    assert named(copied(target)) == sources.owner | more
+
+
+def test_of_two_at_once_in_a_bucket_the_second_is_refused(
+    sources: Sources, s3: FaultServer, copied: Callable[[Path | str], Path], monkeypatch: pytest.MonkeyPatch
+):
+    """Before the first one's plan is written; and repeating what was packed takes nothing away from it."""
+    target = "s3://shards/set"
+    quiet(sources.one, target, holdout=0.25)
+    real = packing.write_table
+
+    def meanwhile(*args: Any, **options: Any) -> object:
+        monkeypatch.setattr(packing, "write_table", real)
+        with pytest.raises(UserError, match=r"another request .*seed.*wait"):
+            append(sources.two, target, seed=1)
+        assert any("was packed before" in line for line in quiet(sources.one, target, holdout=0.25))
+        with pytest.raises(UserError, match=r"another request .*seed.*wait"):
+            append(sources.two, target, seed=1)
+        return real(*args, **options)
+
+    monkeypatch.setattr(packing, "write_table", meanwhile)
+    append(sources.two, target)
+    assert named(copied(target)) == sources.owner
+    assert not [name for name, *_ in list_url(target) if name.startswith(".packing")]

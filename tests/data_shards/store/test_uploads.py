@@ -145,6 +145,29 @@ def test_two_uploads_of_one_name_at_once(tmp_path: Path, content: bytes):
     assert FOLDER.read("a.tar") in contents and not unfinished()
 
 
+@pytest.mark.parametrize("fault", ["", "503", "deaf", "501"])
+def test_of_several_that_claim_a_name_one_has_it(s3: FaultServer, fault: str):
+    """501: a store that does not know conditions, by which the first of two, not at once, still has it."""
+    seen = Counter[str]()
+
+    def meddle(method: str, path: str) -> str:
+        seen[method] += 1
+        return fault if method == "PUT" and seen[method] in (1, 3) else ""
+
+    s3.meddle = meddle
+    assert FOLDER.claim("claim", b"first") == b"first"
+    found = list[bytes]()
+    threads = [
+        threading.Thread(target=lambda number=number: found.append(FOLDER.claim("claim", b"%d" % number)))
+        for number in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [b"first"] * 4 and FOLDER.read("claim") == b"first"
+
+
 def test_a_process_killed_in_the_middle_leaves_nothing_to_see(s3: FaultServer, file: Path, content: bytes):
     arrived = threading.Semaphore(0)
 

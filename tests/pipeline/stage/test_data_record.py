@@ -28,6 +28,7 @@ from shardvit.pipeline.runs.run_folder import RunFolder
 from shardvit.pipeline.stage import stage_data
 from shardvit.pipeline.stage.data_record import check_data, has_record, keep_data, kept_manifests
 from shardvit.pipeline.stage.stage_data import open_data
+from shardvit.pipeline.transfer.settings import open_few_shot
 from tests.data_shards.written import write_manifest
 from tests.small_recipe import small_recipe, small_stage
 
@@ -54,13 +55,14 @@ class Run:
         self.folder.path.mkdir(parents=True)
         shutil.copytree(packed, self.shards)
 
-    def attempt(self, train: object = None, *, eval_set: object = None) -> tuple[str, ...]:
+    def attempt(self, train: object = None, *, eval_set: object = None, **more: object) -> tuple[str, ...]:
         """Begin the stage, or continue with it; what was said."""
-        sets = {"train": train or f"{self.shards}/train", "eval": eval_set or f"{self.shards}/val"}
+        sets = {"train": train or f"{self.shards}/train", "eval": eval_set or f"{self.shards}/val", **more}
         recipe = Recipe.model_validate(small_recipe(pretrain_=small_stage(global_batch_size=8, **sets)))
         kept = kept_manifests(self.folder, stages=["pretrain"])
         self.said: list[str] = []
         data = open_data(recipe, stage="pretrain", report=self.said.append, manifests=kept)
+        self.few_shot = open_few_shot(recipe, stage="pretrain", report=self.said.append, manifests=data.manifests)
         self.images, self.held_out = data.train.num_samples, data.eval.num_samples
         record = check_data(self.folder, stage="pretrain", data=data)
         keep_data(self.folder, record, stage="pretrain")
@@ -219,6 +221,29 @@ def test_both_parts_of_a_set_that_is_appended_to_meanwhile_are_of_one_manifest(
     parts = [{"shards": place, "part": part, "hold_out": 0.25} for part in ("rest", "held_out")]
     run.attempt(parts[:1], eval_set=parts[1])
     assert run.images + run.held_out == fewer.num_samples < manifest.num_samples
+
+
+def test_few_shot_sets_stay_those_that_the_run_began_with(run: Run, packed: Path, tmp_path: Path):
+    shutil.copytree(packed, other := tmp_path / "other")
+    few_shot = [{"name": "other", "train": f"{other}/train", "eval": f"{other}/val", "shots": 1}]
+    run.attempt(few_shot=few_shot)
+    digests = [each.digest for each in (run.few_shot[0].train, run.few_shot[0].eval)]
+    for split in ("train", "val"):
+        manifest = read_manifest(other / split)
+        more = replace(manifest, classes=(*manifest.classes, "new"), shards=manifest.shards[:1])
+        replace_manifest(LocalFolder(other / split), more)
+    for _ in range(2):
+        run.attempt(few_shot=few_shot)
+        assert [each.digest for each in (run.few_shot[0].train, run.few_shot[0].eval)] == digests
+        assert len(run.said) == 2
+    (other / "val" / f"manifest-{digests[1]}.json").unlink()
+    with pytest.raises(UserError, match=r"few_shot\.0 .*classes .*try again when that is done"):
+        run.attempt(few_shot=few_shot)
+    assert "is not there" in run.said[-1]
+    run.file.unlink()
+    run.folder.update("pretrain", state="new", data_digest="")
+    run.attempt(few_shot=few_shot)
+    assert run.few_shot[0].train.num_classes == 3 and not run.said
 
 
 @pytest.mark.parametrize("digest", ["../../x", 3, "0" * 31, None])
