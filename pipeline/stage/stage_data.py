@@ -161,10 +161,8 @@ def open_data(
         try:
             opened = open_shards(spec, damaged=damaged, report=report, store=store)
             (source,) = opened.shards.sources
-            if source.digest:
-                begun_with[redacted(shards.shards)] = (
-                    source.digest
-                )  # for the other part of it, too, whatever is appended meanwhile
+            if source.digest:  # for the other part of it, too, whatever is appended meanwhile
+                begun_with[redacted(shards.shards)] = source.digest
             return [opened]
         except CommandRefused as error:
             refused.append(error)
