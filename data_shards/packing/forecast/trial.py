@@ -138,7 +138,7 @@ def _requests_of_writing(plan: PackPlan, tar_bytes: Sequence[int], *, tables: in
     uploads = sum(map(count_requests, tar_bytes))
     rows = sum(count_requests(_ROW_BYTES * sum(map(len, shards))) for shards in plan.splits.values())
     return StoreRequests(
-        list=5 + len(sizes),  # what is looked for and is not there, records for one; unfinished uploads
-        get=10 + 5 * splits + (11 + 2 * tables) * len(sizes) + (2 + tables) * parts,
-        put=5 + 2 * splits + rows + 3 * len(sizes) + uploads + tables * parts,
+        list=6 + len(sizes),  # what is looked for and is not there, records for one; unfinished uploads
+        get=16 + 7 * splits + (11 + 2 * tables) * len(sizes) + (2 + tables) * parts,
+        put=7 + 2 * splits + rows + 3 * len(sizes) + uploads + tables * parts,
     )

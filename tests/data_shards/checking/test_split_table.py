@@ -110,7 +110,7 @@ def test_packings_table_which_knows_paths_is_not_replaced(copies: Path, tmp_path
     measured(copies / "train")
     measured(copies / "train")  # our own is
     assert table.read_bytes() == before
-    assert pd.read_parquet(tmp_path / "ours" / "train" / STATISTICS_FILE)["path"].isna().all()
+    assert pd.isna([*pd.read_parquet(tmp_path / "ours" / "train" / STATISTICS_FILE)["path"]]).all()
 
 
 def test_a_folder_that_cannot_be_written_is_refused_before_reading(copies: Path):
