@@ -135,6 +135,10 @@ class Engine(ABC):
     @abstractmethod
     def _move(self, flags: Flags) -> Tensor: ...
 
+    def settle(self) -> None:  # noqa: B027 - nothing is under way where nothing is gathered in the background
+        """Call before reading `module`'s weights outside of `forward` and `predict`: after a step they may be on their
+        way from other ranks."""
+
     def pass_over(self, *, flags: Flags) -> Tensor:
         """Skip this step after a rollback: only OR `flags`; collective. The norm is nan."""
         return step_numbers(grad_norm=math.nan, applied=False, flags=reduce_flags(flags, device=self.device))

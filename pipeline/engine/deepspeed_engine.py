@@ -2,8 +2,8 @@
 
 DeepSpeed owns sharded state, precision, accumulation and, for ZeRO 3 and fp16, clipping and overflow checks. This file
 works around DeepSpeed 0.19:
-- ZeRO 1 and 2 check gradients tensor by tensor and synchronise with the GPU several times a step. In bf16 and float32
-  we check, clip and apply the flat gradients on the device (`optimizers.flat`).
+- ZeRO 1 and 2 average gradients by hooks that all-reduce and synchronise with the GPU, and check them tensor by tensor.
+  In bf16 and float32 we average, check, clip and apply them (`sharded_step`, `optimizers.flat`).
 - Its checkpoints are pickles, which it executes, and load only at the world size and ZeRO stage that wrote them. `load`
   reads any of them as data (`portable`) and copies them into place (`masters`).
 - It makes master weights from rounded half-precision ones. We restore their exact values.
@@ -14,6 +14,7 @@ import contextlib
 import functools
 import importlib
 import logging
+import math
 import sys
 from collections.abc import Callable
 from pathlib import PurePath
@@ -21,21 +22,23 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor, distributed, nn
-from torch._utils import _flatten_dense_tensors
+from torch import Tensor, nn
 
 from shardvit.pipeline.engine.base import DTYPES, Engine, Flags, reduce_flags, step_numbers
+from shardvit.pipeline.engine.buckets import cut_buckets, turns_of, units_of
 from shardvit.pipeline.engine.saved_state.average import average_file
 from shardvit.pipeline.engine.saved_state.frozen import FILE as FROZEN_FILE
 from shardvit.pipeline.engine.saved_state.frozen import frozen_weights
 from shardvit.pipeline.engine.saved_state.masters import masters_of, put_loss_scale, round_masters, slots_of
 from shardvit.pipeline.engine.saved_state.portable import DEEPSPEED_FOLDER, PortableState
 from shardvit.pipeline.engine.saved_state.state_files import StateFile, state_file
-from shardvit.pipeline.engine.zero_config import deepspeed_config, reduces_at_once, takes_flat_step
+from shardvit.pipeline.engine.sharded_step import ShardedStep
+from shardvit.pipeline.engine.zero_config import deepspeed_config, overlaps, takes_flat_step
 from shardvit.pipeline.optimizers.flat import FlatOptimizer, GradientJudge
 from shardvit.pipeline.optimizers.optim import build_optimizer
 from shardvit.pipeline.optimizers.parameter_groups import parameter_groups
 from shardvit.pipeline.ranks.group import Ranks
+from shardvit.pipeline.recipe.optimizer import OptimizerConfig
 from shardvit.pipeline.recipe.schema import EngineConfig
 from shardvit.pipeline.recipe.stage import TrainStage
 from shardvit.pipeline.recipe.stage_plan import StagePlan
@@ -87,20 +90,26 @@ class DeepSpeedEngine(Engine):
         frozen = frozen_weights(model)
         deepspeed.utils.logger.setLevel(logging.ERROR)  # it warns that SGD is untested; our tests cover it
         self._judge = GradientJudge(clip_grad_norm=optimizer.clip_grad_norm) if takes_flat_step(config) else None
-        flat = FlatOptimizer(parameter_groups(model, optimizer), optimizer, judge=self._judge) if self._judge else None
+        flat = self._judge and flat_optimizer(model, config=config, optimizer=optimizer, judge=self._judge, plan=plan)
         engine: Any = deepspeed.initialize(
             model=model,
             optimizer=flat or build_optimizer(model, optimizer),
             config=deepspeed_config(config, optimizer=optimizer, plan=plan),
         )[0]
         deepspeed.utils.logger.setLevel(logging.WARNING)
-        slots = slots_of(engine, rank=rank)
+        masters, slots = masters_of(engine), slots_of(engine, rank=rank)
+        self._sharded: ShardedStep | None = None
         if flat:
-            flat.place({name: (each.start, each.count) for name, each in slots.items()})
-            # Skip rebuilding, after each step, the parameters' views of its flat weights.
-            engine.optimizer._update_model_bit16_weights = lambda group_index: None
-            if reduces_at_once(config, world_size=plan.world_size):
-                _reduce_at_once(engine.optimizer)
+            number_of = {id(master): number for number, master in enumerate(masters)}
+            flat.place({name: (number_of[id(each.master)], each.start, each.count) for name, each in slots.items()})
+            self._sharded = ShardedStep(
+                engine.optimizer,
+                flat,
+                units=units_of(model),
+                during="backward" if overlaps(config, world_size=plan.world_size) else "after",
+                keeps="whole" if config.zero_stage == 1 else "pieces",
+                accumulation_steps=plan.accumulation_steps,
+            )
         if config.precision != "fp32":
             for name, slot in slots.items():  # exact values, as before rounding
                 slot.piece(slot.master).copy_(exact[name].flatten()[slot.first : slot.first + slot.count])
@@ -110,7 +119,7 @@ class DeepSpeedEngine(Engine):
             device=torch.device(engine.device),
             input_dtype=DTYPES[config.precision],
             optimizer=engine.optimizer,
-            masters={str(number): flat for number, flat in enumerate(masters_of(engine))},
+            masters={str(number): master for number, master in enumerate(masters)},
             slots=slots,
             frozen=frozen,
             stage=stage,
@@ -121,15 +130,20 @@ class DeepSpeedEngine(Engine):
 
     def forward(self, *inputs: Tensor) -> Tensor:
         self._round_if_due()
+        if self._sharded:
+            self._sharded.settle_first()
         return self._engine(*inputs)
 
     @torch.no_grad()
     def predict(self, *inputs: Tensor) -> Tensor:
-        self._round_if_due()
-        return self._engine(*inputs)
+        return self.forward(*inputs)
 
     def backward(self, loss: Tensor) -> None:
+        if self._sharded:
+            self._sharded.begin(last=self._micro_step + 1 == self._accumulation_steps)
         self._engine.backward(loss)
+        if self._sharded:
+            self._sharded.end()
         self._micro_step += 1
         if self._micro_step < self._accumulation_steps:
             self._engine.step()  # not an accumulation boundary: DeepSpeed only counts
@@ -143,10 +157,15 @@ class DeepSpeedEngine(Engine):
         applied, grad_norm = bool(self._engine.was_step_applied()), float(self._engine.get_global_grad_norm())
         return step_numbers(grad_norm=grad_norm, applied=applied, flags=reduce_flags(flags, device=self.device))
 
+    def settle(self) -> None:
+        if self._sharded:
+            self._sharded.settle()
+
     def _loss_scale(self) -> float | None:
         return float(self._engine.optimizer.loss_scaler.cur_scale) if self._scales_loss else None
 
     def snapshot(self) -> tuple[StateFile, ...]:
+        self.settle()
         self._round_if_due()
         if self._judge:
             self._engine.skipped_steps += self._judge.take_skipped()  # DeepSpeed has not seen them
@@ -197,12 +216,14 @@ class DeepSpeedEngine(Engine):
 
     def _round_if_due(self) -> None:
         if self._rounding_is_due:
+            self.settle()
             round_masters(self._engine)
             self._rounding_is_due = False
 
     def weights(self) -> dict[str, Tensor]:
         from deepspeed.utils import safe_get_full_fp32_param
 
+        self.settle()
         state: dict[str, Tensor] = {}
         for name, parameter in self.module.named_parameters():
             full = self._frozen.get(name)
@@ -216,6 +237,8 @@ class DeepSpeedEngine(Engine):
     def close(self) -> None:
         """Detach and empty the engine: its hooks keep it, and so all memory, alive beyond the garbage collector."""
         parameters = list(self.module.parameters())
+        if self._sharded:
+            self._sharded.close()
         self._engine.destroy()
         for parameter in parameters:
             parameter.grad = None
@@ -227,22 +250,11 @@ class DeepSpeedEngine(Engine):
         nn.functional.linear = _LINEAR
 
 
-def _reduce_at_once(optimizer: Any) -> None:
-    """Average a one-group ZeRO 1 optimizer's gradients after the backward pass by one concatenation and reduce-scatter:
-    half the bytes of DeepSpeed's hooks, which copy each gradient twice and all-reduce."""
-    (parameters,), (size,) = optimizer.bit16_groups, optimizer.partition_size
-    world_size = distributed.get_world_size()
-    padding = parameters[0].new_zeros(size * world_size - sum(each.numel() for each in parameters))
-
-    def reduce_gradients(pipeline_parallel: bool = False) -> None:
-        mine = flat = _flatten_dense_tensors(
-            [*(torch.zeros_like(each) if each.grad is None else each.grad for each in parameters), padding]
-        )
-        for each in parameters:
-            each.grad = None
-        if world_size > 1:
-            mine = flat.new_empty(size)
-            distributed.reduce_scatter_tensor(mine, flat.div_(world_size))
-        optimizer.averaged_gradients[0] = SimpleNamespace(flat_partition=mine)  # the form it accepts from DeepCompile
-
-    optimizer.reduce_gradients = reduce_gradients
+def flat_optimizer(
+    model: nn.Module, *, config: EngineConfig, optimizer: OptimizerConfig, judge: GradientJudge, plan: StagePlan
+) -> FlatOptimizer:
+    """Build the optimizer of which DeepSpeed shards a flat tensor a bucket: one in all where nothing overlaps."""
+    groups = parameter_groups(model, optimizer)
+    most = config.bucket_elements if overlaps(config, world_size=plan.world_size) else math.inf
+    buckets = cut_buckets(groups, turns=turns_of(model), most_elements=most)
+    return FlatOptimizer(groups, optimizer, buckets=buckets, judge=judge)

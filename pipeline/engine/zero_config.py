@@ -8,19 +8,16 @@ from shardvit.pipeline.recipe.stage_plan import StagePlan
 
 
 def takes_flat_step(engine: EngineConfig) -> bool:
-    """True if `optimizers.flat` checks, clips and applies gradients on the device instead of DeepSpeed. Not for fp16
+    """True if `sharded_step` averages, checks, clips and applies gradients instead of DeepSpeed. Not for fp16
     (DeepSpeed's loss scale), ZeRO 3 (its own parameter pieces) or offload (state off the device)."""
     return engine.zero_stage in {1, 2} and engine.precision != "fp16" and engine.offload == "none"
 
 
 def overlaps(engine: EngineConfig, *, world_size: int) -> bool:
     """True if gradients are averaged during the backward pass."""
-    return world_size > 1 if engine.overlap == "auto" else engine.overlap == "on"
-
-
-def reduces_at_once(engine: EngineConfig, *, world_size: int) -> bool:
-    """True if we average gradients in one message after the backward pass. ZeRO 2 frees them earlier."""
-    return engine.zero_stage == 1 and takes_flat_step(engine) and not overlaps(engine, world_size=world_size)
+    if engine.overlap == "auto" or takes_flat_step(engine):
+        return world_size > 1 and engine.overlap != "off"
+    return engine.overlap == "on"
 
 
 def deepspeed_config(engine: EngineConfig, *, optimizer: OptimizerConfig, plan: StagePlan) -> dict[str, Any]:
@@ -32,13 +29,14 @@ def deepspeed_config(engine: EngineConfig, *, optimizer: OptimizerConfig, plan: 
         "gradient_accumulation_steps": plan.accumulation_steps,
         "gradient_clipping": 0.0 if flat else optimizer.clip_grad_norm,  # explicit: the default became 1.0 in 2026
         "zero_optimization": {
-            "stage": engine.zero_stage,
+            # `sharded_step` averages, so that DeepSpeed needs no hooks; it keeps the state alike under ZeRO 1 and 2.
+            "stage": 1 if flat else engine.zero_stage,
             # DeepSpeed's default of 5e8 exceeds a whole ViT-L: one bucket, reduced only after the backward pass.
             "reduce_bucket_size": engine.bucket_elements,
             "allgather_bucket_size": engine.bucket_elements,
             # Costs a device synchronisation after each backward pass, so off in a single process.
-            "overlap_comm": overlaps(engine, world_size=plan.world_size),
-            "contiguous_gradients": not reduces_at_once(engine, world_size=plan.world_size),  # False: no hooks
+            "overlap_comm": not flat and overlaps(engine, world_size=plan.world_size),
+            "contiguous_gradients": not flat,  # False: no hooks
             **_offload(engine),
         },
         # DeepSpeed lists SGD as untested, though it shards like AdamW.

@@ -1,13 +1,13 @@
-"""Check, clip and step one flat float32 tensor under several rules, all on the device.
+"""Check, clip and step flat float32 tensors under several rules, all on the device.
 
-ZeRO 1 and 2 give each process a piece of one flattened group. `GradientJudge` finds the norm over all ranks, whether it
-is finite, and the ranks' flags, in one message a step (none in a single process). Segments of equal learning rate
-factor and weight decay become the parameters of the recipe's optimizer, which takes the clipping factor and the verdict
-as tensors, so the host never waits. Does not import DeepSpeed.
+ZeRO 1 and 2 give each process a piece of each bucket's flattened parameters. `GradientJudge` finds the norm over all
+ranks, whether it is finite, and the ranks' flags, in one message a step (none in a single process). Segments of equal
+learning rate factor and weight decay become one group of the recipe's optimizer, which takes the clipping factor and
+the verdict as tensors, so the host never waits. Does not import DeepSpeed.
 """
 
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,63 +28,99 @@ class GradientVerdict(NamedTuple):
     divisor: Tensor | None  # at least 1, to clip; None: no clipping
 
 
+class _Rule(NamedTuple):
+    lr_scale: float
+    weight_decay: float
+
+
+class _Segment(NamedTuple):
+    """Elements of a bucket's flat tensor under one rule."""
+
+    bucket: int
+    start: int
+    stop: int
+    rule: _Rule
+
+    def of(self, flats: Sequence[Tensor] | Mapping[int, Tensor]) -> Tensor:
+        return flats[self.bucket][self.start : self.stop]
+
+
 class FlatOptimizer(torch.optim.Optimizer):
-    """Steps the flat tensor that DeepSpeed makes of `groups`; calls `judge`, perhaps collective, once a step."""
+    """Steps the flat tensors that DeepSpeed makes of `buckets` by the rules of `groups`; calls `judge`, perhaps
+    collective, once a step."""
 
     def __init__(
-        self, groups: Iterable[dict[str, Any]], config: OptimizerConfig, *, judge: Callable[[Tensor], GradientVerdict]
+        self,
+        groups: Iterable[dict[str, Any]],
+        config: OptimizerConfig,
+        *,
+        buckets: Iterable[Sequence[tuple[str, Tensor]]],
+        judge: Callable[[Tensor], GradientVerdict],
     ) -> None:
         assert OPTIMIZERS[config.name].takes == "pieces", f"{config.name} takes whole parameters"
-        members, self._rules = [], dict[str, dict[str, float]]()
-        for group in groups:
-            members += group["params"]
-            rule = {key: group[key] for key in ("lr_scale", "weight_decay")}
-            self._rules |= {name: rule for name, _ in group["params"]}
-        super().__init__([{"params": members, "lr_scale": 1.0, "fused": True}], {"lr": config.lr})
+        self._rules = {
+            name: _Rule(group["lr_scale"], group["weight_decay"]) for group in groups for name, _ in group["params"]
+        }
+        flats = [{"params": [*bucket], "lr_scale": 1.0, "fused": True} for bucket in buckets]
+        super().__init__(flats, {"lr": config.lr})
         self._config, self._judge = config, judge
-        self._segments: list[tuple[int, int, dict[str, float]]] = []
+        self._segments: list[_Segment] = []
         self._inner: torch.optim.Optimizer | None = None
         self._bound: list[Tensor] = []  # flat tensors whose pieces `_inner` steps
 
-    def place(self, pieces: Mapping[str, tuple[int, int]]) -> None:
-        """Set each parameter's (start, count) in the flat tensor; uncovered elements stay fixed. Padding between two
-        neighbours of one rule moves with them."""
+    def place(self, pieces: Mapping[str, tuple[int, int, int]]) -> None:
+        """Set each parameter's (bucket, start, count); uncovered elements stay fixed. Padding between two neighbours of
+        one rule moves with them."""
         self._segments, self._bound = [], []
-        for name, (start, count) in sorted(pieces.items(), key=lambda piece: piece[1]):
-            rule = self._rules[name]
-            first = self._segments.pop()[0] if self._segments and self._segments[-1][2] == rule else start
-            self._segments.append((first, start + count, rule))
+        for name, (bucket, start, count) in sorted(pieces.items(), key=lambda piece: piece[1]):
+            last, rule = self._segments[-1] if self._segments else None, self._rules[name]
+            if last and (last.bucket, last.rule) == (bucket, rule):
+                start = self._segments.pop().start
+                count = pieces[name][1] + count - start
+            self._segments.append(_Segment(bucket, start, start + count, rule))
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        (group,) = self.param_groups
-        (master,) = group["params"]
-        verdict = self._judge(master.grad)
-        inner: Any = self._optimizer_of(master)
+    def step_by(self, gradient: Tensor) -> None:
+        """Step by the concatenated gradients of the flat tensors, float32."""
+        verdict = self._judge(gradient)
+        masters = [group["params"][0] for group in self.param_groups]
+        inner: Any = self._optimizer_of(masters)
         if inner is None:
             return
-        for (start, stop, _), each in zip(self._segments, inner.param_groups, strict=True):
-            each["params"][0].grad = master.grad[start:stop]
-            each["lr"] = group["lr"] * each["lr_scale"]
+        gradients = gradient.split([each.numel() for each in masters])
+        for group in inner.param_groups:
+            group["lr"] = self.param_groups[0]["lr"] * group["lr_scale"]
+            for each, segment in zip(group["params"], group["segments"], strict=True):
+                each.grad = segment.of(gradients)
         inner.found_inf, inner.grad_scale = verdict
         inner.step()
         inner.zero_grad()  # releases the flat gradient
 
-    def _optimizer_of(self, master: Tensor) -> torch.optim.Optimizer | None:
-        """Return the optimizer over the segments, its moments views of the flat state; None if there are none."""
-        state = self.state[master]
-        flat = [master, *state.values()]
+    def _optimizer_of(self, masters: Sequence[Tensor]) -> torch.optim.Optimizer | None:
+        """Return the optimizer over the segments, its moments views of the flat states; None if there are none."""
+        states = [self.state[master] for master in masters]
+        flat = [*masters, *(each for state in states for each in state.values())]
         if len(flat) == len(self._bound) and all(map(operator.is_, flat, self._bound)):
             return self._inner
-        self._complete(state, master)
-        groups = [{"params": [master.detach()[start:stop]], **rule} for start, stop, rule in self._segments]
+        for master, state in zip(masters, states, strict=True):
+            self._complete(state, master)
+        weights, by_rule = [master.detach() for master in masters], dict[_Rule, list[_Segment]]()
+        for segment in self._segments:
+            by_rule.setdefault(segment.rule, []).append(segment)
+        groups = [
+            {"params": [each.of(weights) for each in segments], "segments": segments, **rule._asdict()}
+            for rule, segments in by_rule.items()
+        ]
         inner: Any = optimizer_over(groups, self._config) if groups else None
-        for number, (start, stop, _) in enumerate(self._segments):
-            own = {name: tensor[start:stop] for name, tensor in state.items() if name != "step"}
-            if "step" in state:  # each segment counts; the first one's count is saved
-                own["step"] = state["step"].clone() if number else state["step"]
-            inner.state[groups[number]["params"][0]] = own
-        self._inner, self._bound = inner, [master, *state.values()]
+        counting = {segment.bucket: segment for segment in reversed(self._segments)}  # each bucket's first segment
+        for group in groups:
+            for segment, piece in zip(group["segments"], group["params"], strict=True):
+                state = states[segment.bucket]
+                own = {name: segment.of({segment.bucket: each}) for name, each in state.items() if name != "step"}
+                if "step" in state:  # each segment counts; a bucket's first one's count is saved
+                    own["step"] = state["step"] if counting[segment.bucket] is segment else state["step"].clone()
+                inner.state[piece] = own
+        self._inner, self._bound = inner, [*masters, *(each for state in states for each in state.values())]
         return inner
 
     def _complete(self, state: dict[str, Tensor], master: Tensor) -> None:

@@ -208,6 +208,7 @@ class AfterStep:
     def _tell(self, when: When) -> None:
         job, state = self._job, self._state
         if job.callbacks.called:
+            job.engine.settle()
             job.callbacks.tell(
                 when,
                 log=lambda values: job.report.own(state, values),
