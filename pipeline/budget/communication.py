@@ -1,14 +1,14 @@
 """Model the bytes and time of collectives, and the number of GPUs from which they cost too much. Not measured.
 
 A ring takes (bytes sent per GPU) / (link bandwidth) plus a latency per hop; NCCL reaches 85 % of a link. Gradients are
-averaged during the backward pass (two thirds of the compute time); what exceeds it, the last bucket, and the all-gather
-of new weights are exposed.
+averaged during the backward pass (two thirds of the compute time), weights gathered during the next forward pass; what
+exceeds them, the last bucket and the first are exposed.
 
 Bytes sent per GPU and step, for n GPUs and N weights of w bytes; times (n - 1) / n:
 
     ZeRO 0 and accelerate   2wN   all-reduce of the gradients (DDP)
-    ZeRO 1 and 2            3wN   all-reduce (DeepSpeed 0.19 copies its part out of it), then all-gather of weights
-    ZeRO 1, at once         2wN   reduce-scatter after the backward pass (`deepspeed_engine`), all-gather of weights
+    ZeRO 1 and 2            2wN   reduce-scatter, all-gather of weights (`sharded_step`)
+       fp16, offload        3wN   all-reduce (DeepSpeed 0.19 copies its part out of it), then all-gather of weights
     ZeRO 3                  3wN   two all-gathers of weights and a reduce-scatter; 2wN while all weights stay gathered
 
 ZeRO 2 averages after every micro-batch, the others after the last. ZeRO 3 has three collectives per block, each with
@@ -22,8 +22,10 @@ from typing import Literal
 from shardvit.pipeline.budget.gpus import GB, Gpu
 
 Way = Literal["overlapped", "in turn", "at once"]
-"""Average gradients during the backward pass; bucket by bucket while it waits (DeepSpeed's default, one bucket); or in
-one message after it (ZeRO 1)."""
+"""Average gradients during the backward pass; bucket by bucket while it waits (DeepSpeed without overlap); or in one
+message after it (ours)."""
+Reduction = Literal["scatter", "all-reduce"]
+"""How ZeRO 1 and 2 average: ours, or DeepSpeed's."""
 ZeroKind = Literal[1, 2, 3, "ddp"]
 """A ZeRO stage; ddp: ZeRO 0 and accelerate."""
 
@@ -87,6 +89,7 @@ class Workload:
     bucket_elements: int  # gradients averaged at a time
     gathers_again: bool = False  # ZeRO 3 gathers weights again for the backward pass
     way: Way = "overlapped"
+    reduction: Reduction = "scatter"
 
 
 def traffic(work: Workload, *, gpus: int, links: Links, compute_seconds: float, accumulation_steps: int = 1) -> Traffic:
@@ -104,18 +107,22 @@ def traffic(work: Workload, *, gpus: int, links: Links, compute_seconds: float, 
         bare = min(seconds, max(0.0, seconds - compute_seconds) + _BARE_COLLECTIVES * seconds / collectives)
         bare = seconds if work.way == "in turn" else bare
     else:
+        scatters = work.zero_stage != "ddp" and work.reduction == "scatter"
         times = accumulation_steps if work.zero_stage == 2 else 1
         gather_bytes = once if work.zero_stage in (1, 2) else 0.0
-        gather = gather_bytes / speed + ring_seconds if gather_bytes else 0.0
-        reduce_bytes = once if work.way == "at once" else 2 * once * times
+        reduce_bytes = (1 if scatters else 2) * once * times
         buckets = 1 if work.way == "at once" else math.ceil(work.num_parameters / work.bucket_elements)
         # NCCL uses trees for small messages over many GPUs, so a bucket does not cost a ring's latency.
         tree_seconds = 2 * math.ceil(math.log2(gpus)) * hop_seconds
-        reduce = reduce_bytes / speed + times * (ring_seconds if buckets == 1 else buckets * tree_seconds)
-        hidden = 0.0
+        latency = ring_seconds if buckets == 1 else buckets * tree_seconds
+        reduce = reduce_bytes / speed + times * latency
+        gather = gather_bytes / speed + (latency if scatters else ring_seconds) if gather_bytes else 0.0
+        behind_backward = behind_forward = 0.0
         if work.way == "overlapped":
-            hidden = _BACKWARD_SHARE * compute_seconds * (times / accumulation_steps)
-        seconds, bare = reduce + gather, max(reduce - hidden, reduce / (buckets * times)) + gather
+            behind_backward = _BACKWARD_SHARE * compute_seconds * (times / accumulation_steps)
+            behind_forward = (1 - _BACKWARD_SHARE) * compute_seconds / accumulation_steps if scatters else 0.0
+        seconds, bare = reduce + gather, max(reduce - behind_backward, reduce / (buckets * times))
+        bare += max(gather - behind_forward, gather / buckets) if scatters else gather
     return Traffic(reduce_bytes, gather_bytes, seconds, bare, compute_seconds / (compute_seconds + bare))
 
 

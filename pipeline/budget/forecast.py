@@ -31,7 +31,7 @@ from shardvit.pipeline.budget.speed import (
     reading_ahead,
 )
 from shardvit.pipeline.checkpoint.disk_space import estimate_bytes
-from shardvit.pipeline.engine.zero_config import deepspeed_config, overlaps, reduces_at_once
+from shardvit.pipeline.engine.zero_config import deepspeed_config, overlaps, takes_flat_step
 from shardvit.pipeline.recipe.schema import Recipe
 from shardvit.pipeline.recipe.stage import TrainStage
 from shardvit.pipeline.recipe.stage_plan import StagePlan
@@ -291,9 +291,9 @@ class _Part:
         settings = deepspeed_config(engine, optimizer=self.config.optimizer, plan=self.plan)["zero_optimization"]
         several = max(2, self.plan.world_size)
         way: Way = "overlapped"
+        engine = engine.model_copy(update={"zero_stage": zero_stage})
         if kind != "ddp" and not overlaps(engine, world_size=several):
-            engine = engine.model_copy(update={"zero_stage": zero_stage})
-            way = "at once" if reduces_at_once(engine, world_size=several) else "in turn"
+            way = "at once" if takes_flat_step(engine) else "in turn"
         return Workload(
             num_parameters=self.cost.parameters,
             weight_bytes=4 if engine.backend == "accelerate" or engine.precision == "fp32" else 2,
@@ -302,6 +302,7 @@ class _Part:
             bucket_elements=settings["reduce_bucket_size"],
             gathers_again=self.cost.parameters > MAX_LIVE_ELEMENTS,
             way=way,
+            reduction="scatter" if takes_flat_step(engine) else "all-reduce",
         )
 
 

@@ -11,17 +11,20 @@ N parameters, n processes, w bytes per weight in the forward pass (2, or 4 in fp
                  rests there       gradients            buckets  gathered  in the step, gradients included
     ZeRO 0       wN + 12N          wN, always there     -        -         wN + 4N
     ZeRO 0 fp32  4N + 8N           4N, always there     -        -         4N
-    ZeRO 1       wN + 12N/n        wN/n; wN (*)         3b       -         2wN/n + 4N/n; fp32: 8N/n
-       at once   wN + 12N/n        wN                   -        -         2wN, or 6N/n if that is more
-    ZeRO 2       wN + 12N/n        wN/n; 2wN/n (*)      3b       -         the same
+    ZeRO 1       wN + 12N/n        wN/n; wN + wN/n (*)  3b; b(*) -         wN/n + 4N/n; fp32: 4N/n
+    ZeRO 2       wN + 12N/n        wN/n; (w + 4)N/n (*) 3b       -         the same; 4N/n (*)
+       at once   wN + 12N/n        wN; ZeRO 2: + 4N/n (*)  -     -         2wN, or as above if that is more
+       DeepSpeed wN + 12N/n        wN/n; ZeRO 1 wN, ZeRO 2 2wN/n (*)  3b   2wN/n + 4N/n; fp32: 8N/n
     ZeRO 3       wN/n + 12N/n      wN/n, always there   b        wN        the same, and b
     accelerate   4N + 8N           4N, always there     -        2N casts  4N
 
-(*) with accumulation. 3b: two alternating buckets (one with `engine.overlap: off`) and the message. At once: averaged
-after the backward pass (ZeRO 1 without overlap) from one flat copy. 12N: float32 masters (4) and AdamW's two moments
-(8); other optimizers: `recipe.vocabulary`. `ema` counts as one more moment. `engine.offload` moves the share of 12N and
-a step's float32 gradients to host memory, with parameters also wN/n; this is from DeepSpeed's source only, as a CPU
-test cannot tell host from device memory. A single ZeRO 0 process has no DDP to keep its gradients.
+(*) with accumulation. 3b: a bucket's gradients, its flat copy, and another on its way (`sharded_step`). At once:
+averaged after the backward pass (`engine.overlap: off`, or one process) from one flat copy. DeepSpeed: fp16 and
+offload, with two alternating buckets (one with `engine.overlap: off`) and the message. 12N: float32 masters (4) and
+AdamW's two moments (8); other optimizers: `recipe.vocabulary`. `ema` counts as one more moment. `engine.offload` moves
+the share of 12N and a step's float32 gradients to host memory, with parameters also wN/n; this is from DeepSpeed's
+source only, as a CPU test cannot tell host from device memory. A single ZeRO 0 process has no DDP to keep its
+gradients.
 
 A background save copies to host memory: each process its share of masters, moments and averages; rank 0 also the
 forward pass's weights under ZeRO 1 and 2, and everything under ZeRO 0 and accelerate. The copy overlaps with the next
@@ -33,7 +36,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from shardvit.pipeline.budget.gpus import GB, Gpu
-from shardvit.pipeline.engine.zero_config import deepspeed_config, reduces_at_once
+from shardvit.pipeline.engine.zero_config import deepspeed_config, overlaps, takes_flat_step
 from shardvit.pipeline.recipe.optimizer import OptimizerConfig
 from shardvit.pipeline.recipe.schema import EngineConfig
 from shardvit.pipeline.recipe.stage import EmaConfig
@@ -129,9 +132,14 @@ def state_of(
         gathered = min(num_parameters, MAX_LIVE_ELEMENTS) + min(num_parameters, _PREFETCH_ELEMENTS)
         gathered = weight * gathered if several else 0
         held = State(sharded, masters_and_moments, sharded, sharded, step + bucket, bucket, gathered)
-    elif zero_stage == 1 and reduces_at_once(engine, world_size=plan.world_size):
-        early = whole if accumulates else 0
-        return State(whole, masters_and_moments, whole, early, step=max(2 * whole, step - sharded))
+    elif takes_flat_step(engine):
+        summed = MASTER_BYTES * share if accumulates and zero_stage == 2 else 0
+        early = whole if accumulates and zero_stage == 1 else summed
+        step = summed or step - sharded
+        if not overlaps(engine, world_size=plan.world_size):
+            return State(whole, masters_and_moments, whole + summed, early, step=max(2 * whole + summed, step))
+        bucket = min(bucket, whole)
+        return State(whole, masters_and_moments, early + sharded, early, step, bucket if early == whole else 3 * bucket)
     else:
         gradients, early = sharded, 0
         if accumulates:

@@ -104,10 +104,10 @@ class EngineConfig(Strict):
     """Keep optimizer state (updated on the CPU; ZeRO 1 to 3) and parameters (copied to the GPU on use; ZeRO 3) in host
     memory. Much slower: only for models that do not fit otherwise."""
     overlap: Literal["auto", "on", "off"] = "auto"
-    """Average gradients during the backward pass; auto: with several processes. Makes DeepSpeed wait for the GPU once
-    per step."""
+    """Average gradients during the backward pass; auto: with several processes; off: after it, in one message. With
+    fp16 or offload, DeepSpeed does it and waits for the GPU once per step."""
     bucket_elements: int = Field(default=25_000_000, ge=2, multiple_of=2, le=2**31)
-    """Gradient elements averaged per message. Larger: fewer messages, less overlap, more memory."""
+    """Gradient elements averaged per message, at least a block's. Larger: fewer messages, less overlap, more memory."""
     max_skipped_steps: int = Field(default=20, ge=1, le=10**9)
     """Stop training after this many skipped steps (gradient not finite) in a row."""
     collective_timeout_seconds: float = Field(default=1800, gt=0, le=MOST_SECONDS)

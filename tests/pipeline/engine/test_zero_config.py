@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardvit.pipeline.engine.zero_config import deepspeed_config, reduces_at_once
+from shardvit.pipeline.engine.zero_config import deepspeed_config, overlaps
 from shardvit.pipeline.recipe.optimizer import OptimizerConfig, Schedule
 from shardvit.pipeline.recipe.schema import EngineConfig
 from shardvit.pipeline.recipe.stage_plan import StagePlan
@@ -34,11 +34,11 @@ def config(*, clip: float = 1.0, **engine: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_batch_and_stage(stage: int):
     got = config(zero_stage=stage)
-    assert got["zero_optimization"]["stage"] == stage
+    assert got["zero_optimization"]["stage"] == (1 if stage == 2 else stage)  # we shard the gradients
+    assert config(zero_stage=stage, precision="fp16")["zero_optimization"]["stage"] == stage
     assert got["train_batch_size"] == 64
     assert got["train_micro_batch_size_per_gpu"] * got["gradient_accumulation_steps"] * PLAN.world_size == 64
-    assert got["zero_optimization"]["overlap_comm"] is True
-    # A ViT-S has 22M parameters: a bucket must not swallow a whole model of some size, or nothing overlaps.
+    # A ViT-B has 86M parameters: a bucket must not swallow a whole model of some size, or nothing overlaps.
     assert 1e6 < got["zero_optimization"]["reduce_bucket_size"] < 86e6
 
 
@@ -75,21 +75,30 @@ def test_no_timer_synchronises_the_device(stage: int, precision: Any):
     assert config(zero_stage=stage, precision=precision)["timers"] == {"throughput": {"enabled": False}}
 
 
-def test_gradients_are_averaged_during_the_backward_pass_where_there_is_somebody_to_send_to():
-    alone = replace(PLAN, world_size=1, global_batch_images=32)
-    for plan, overlap, expected in (
-        (PLAN, "auto", True),
-        (alone, "auto", False),
-        (PLAN, "off", False),
-        (alone, "on", True),
-    ):
-        engine = EngineConfig(overlap=overlap)
-        got = deepspeed_config(engine, optimizer=OptimizerConfig(name="sgd", lr=1), plan=plan)["zero_optimization"]
-        assert got["overlap_comm"] is expected
-        assert got["contiguous_gradients"] is expected  # its hooks copy each gradient
-        assert reduces_at_once(engine, world_size=plan.world_size) is not expected
-    two = config(zero_stage=2, overlap="off")["zero_optimization"]
-    assert (two["overlap_comm"], two["contiguous_gradients"]) == (False, True)
+@pytest.mark.parametrize(
+    ("engine", "alone", "several"),
+    [
+        ({}, False, True),
+        ({"overlap": "on"}, False, True),
+        ({"overlap": "off"}, False, False),
+        ({"precision": "fp16"}, False, True),
+        ({"precision": "fp16", "overlap": "on"}, True, True),
+        ({"precision": "fp16", "overlap": "off"}, False, False),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("stage", [1, 2])
+def test_gradients_are_averaged_during_the_backward_pass_where_there_is_somebody_to_send_to(
+    engine: dict[str, Any], alone: bool, several: bool, stage: int
+):
+    made = EngineConfig(zero_stage=stage, **engine)
+    ours = "precision" not in engine
+    for processes, expected in ((1, alone), (2, several)):
+        plan = replace(PLAN, world_size=processes, global_batch_images=32 * processes)
+        assert overlaps(made, world_size=processes) is expected
+        got = deepspeed_config(made, optimizer=OptimizerConfig(name="sgd", lr=1), plan=plan)["zero_optimization"]
+        assert got["overlap_comm"] is (expected and not ours)  # it synchronises the device after each backward pass
+        assert got["contiguous_gradients"] is not ours  # its hooks copy each gradient
 
 
 def test_buckets_are_as_large_as_the_recipe_says():
