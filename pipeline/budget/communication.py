@@ -90,6 +90,7 @@ class Workload:
     gathers_again: bool = False  # ZeRO 3 gathers weights again for the backward pass
     way: Way = "overlapped"
     reduction: Reduction = "scatter"
+    least_piece_elements: int = 0  # of a message, for each GPU
 
 
 def traffic(work: Workload, *, gpus: int, links: Links, compute_seconds: float, accumulation_steps: int = 1) -> Traffic:
@@ -111,10 +112,17 @@ def traffic(work: Workload, *, gpus: int, links: Links, compute_seconds: float, 
         times = accumulation_steps if work.zero_stage == 2 else 1
         gather_bytes = once if work.zero_stage in (1, 2) else 0.0
         reduce_bytes = (1 if scatters else 2) * once * times
-        buckets = 1 if work.way == "at once" else math.ceil(work.num_parameters / work.bucket_elements)
-        # NCCL uses trees for small messages over many GPUs, so a bucket does not cost a ring's latency.
+        if work.way == "at once":
+            buckets = 1
+        elif scatters:  # whole blocks
+            elements = max(work.bucket_elements, work.least_piece_elements * gpus)
+            blocks = max(1, elements * work.depth // work.num_parameters)
+            buckets = math.ceil(work.depth / blocks)
+        else:
+            buckets = math.ceil(work.num_parameters / work.bucket_elements)
+        # NCCL all-reduces small messages over many GPUs by trees, so such a bucket does not cost a ring's latency.
         tree_seconds = 2 * math.ceil(math.log2(gpus)) * hop_seconds
-        latency = ring_seconds if buckets == 1 else buckets * tree_seconds
+        latency = buckets * (ring_seconds if scatters or buckets == 1 else tree_seconds)
         reduce = reduce_bytes / speed + times * latency
         gather = gather_bytes / speed + (latency if scatters else ring_seconds) if gather_bytes else 0.0
         behind_backward = behind_forward = 0.0

@@ -31,7 +31,7 @@ from shardvit.pipeline.budget.speed import (
     reading_ahead,
 )
 from shardvit.pipeline.checkpoint.disk_space import estimate_bytes
-from shardvit.pipeline.engine.zero_config import deepspeed_config, overlaps, takes_flat_step
+from shardvit.pipeline.engine.zero_config import bucket_elements, least_piece_elements, overlaps, takes_flat_step
 from shardvit.pipeline.recipe.schema import Recipe
 from shardvit.pipeline.recipe.stage import TrainStage
 from shardvit.pipeline.recipe.stage_plan import StagePlan
@@ -288,7 +288,6 @@ class _Part:
 
     def workload(self, zero_stage: ZeroStage) -> Workload:
         kind, engine = self.kind(zero_stage), self.recipe.engine
-        settings = deepspeed_config(engine, optimizer=self.config.optimizer, plan=self.plan)["zero_optimization"]
         several = max(2, self.plan.world_size)
         way: Way = "overlapped"
         engine = engine.model_copy(update={"zero_stage": zero_stage})
@@ -299,10 +298,11 @@ class _Part:
             weight_bytes=4 if engine.backend == "accelerate" or engine.precision == "fp32" else 2,
             depth=self.cost.depth,
             zero_stage=kind,
-            bucket_elements=settings["reduce_bucket_size"],
+            bucket_elements=bucket_elements(engine, world_size=1),
             gathers_again=self.cost.parameters > MAX_LIVE_ELEMENTS,
             way=way,
             reduction="scatter" if takes_flat_step(engine) else "all-reduce",
+            least_piece_elements=least_piece_elements(engine),
         )
 
 

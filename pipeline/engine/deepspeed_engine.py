@@ -33,7 +33,7 @@ from shardvit.pipeline.engine.saved_state.masters import masters_of, put_loss_sc
 from shardvit.pipeline.engine.saved_state.portable import DEEPSPEED_FOLDER, PortableState
 from shardvit.pipeline.engine.saved_state.state_files import StateFile, state_file
 from shardvit.pipeline.engine.sharded_step import ShardedStep
-from shardvit.pipeline.engine.zero_config import deepspeed_config, overlaps, takes_flat_step
+from shardvit.pipeline.engine.zero_config import bucket_elements, deepspeed_config, overlaps, takes_flat_step
 from shardvit.pipeline.optimizers.flat import FlatOptimizer, GradientJudge
 from shardvit.pipeline.optimizers.optim import build_optimizer
 from shardvit.pipeline.optimizers.parameter_groups import parameter_groups
@@ -255,6 +255,7 @@ def flat_optimizer(
 ) -> FlatOptimizer:
     """Build the optimizer of which DeepSpeed shards a flat tensor a bucket: one in all where nothing overlaps."""
     groups = parameter_groups(model, optimizer)
-    most = config.bucket_elements if overlaps(config, world_size=plan.world_size) else math.inf
+    n = plan.world_size
+    most = bucket_elements(config, world_size=n) if overlaps(config, world_size=n) else math.inf
     buckets = cut_buckets(groups, turns=turns_of(model), most_elements=most)
     return FlatOptimizer(groups, optimizer, buckets=buckets, judge=judge)

@@ -21,6 +21,7 @@ from shardvit.pipeline.engine.saved_state.frozen import frozen_weights
 from shardvit.pipeline.engine.saved_state.masters import Slot
 from shardvit.pipeline.engine.saved_state.portable import ACCELERATE_FILE, DDP_FILE, PortableState
 from shardvit.pipeline.engine.saved_state.state_files import StateFile, state_file
+from shardvit.pipeline.engine.zero_config import bucket_elements
 from shardvit.pipeline.optimizers.optim import build_optimizer
 from shardvit.pipeline.ranks.group import Ranks
 from shardvit.pipeline.recipe.schema import EngineConfig
@@ -205,7 +206,7 @@ class DdpEngine(ReplicatedEngine):
         def wrap(plain: nn.Module) -> nn.Module:
             if ranks.place.world_size == 1:
                 return plain
-            bucket_mib = config.bucket_elements * dtype.itemsize / _MIB
+            bucket_mib = bucket_elements(config, world_size=ranks.place.world_size) * dtype.itemsize / _MIB
             ddp = DistributedDataParallel(plain, bucket_cap_mb=bucket_mib, gradient_as_bucket_view=True)
             # DDP reads its timers in the first ten steps and then at this rate, synchronising with the device.
             ddp._set_ddp_runtime_logging_sample_rate(_NEVER)

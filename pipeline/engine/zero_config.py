@@ -6,6 +6,8 @@ from shardvit.pipeline.recipe.optimizer import OptimizerConfig
 from shardvit.pipeline.recipe.schema import EngineConfig
 from shardvit.pipeline.recipe.stage_plan import StagePlan
 
+_BUCKET_ELEMENTS = 25_000_000
+
 
 def takes_flat_step(engine: EngineConfig) -> bool:
     """True if `sharded_step` averages, checks, clips and applies gradients instead of DeepSpeed. Not for fp16
@@ -20,6 +22,19 @@ def overlaps(engine: EngineConfig, *, world_size: int) -> bool:
     return engine.overlap == "on"
 
 
+def bucket_elements(engine: EngineConfig, *, world_size: int) -> int:
+    """Elements averaged per message."""
+    if engine.bucket_elements != "auto":
+        return engine.bucket_elements
+    return max(_BUCKET_ELEMENTS, least_piece_elements(engine) * world_size)
+
+
+def least_piece_elements(engine: EngineConfig) -> int:
+    """Elements of a message for each process, at least. A ring of n processes passes a message on n - 1 times, which
+    pays off for pieces of NCCL's chunk size, 512 KiB; trees (all-reduce) take smaller ones."""
+    return 1 << 18 if takes_flat_step(engine) and engine.bucket_elements == "auto" else 0
+
+
 def deepspeed_config(engine: EngineConfig, *, optimizer: OptimizerConfig, plan: StagePlan) -> dict[str, Any]:
     """Build the `config` of `deepspeed.initialize`."""
     flat = takes_flat_step(engine)
@@ -32,8 +47,8 @@ def deepspeed_config(engine: EngineConfig, *, optimizer: OptimizerConfig, plan: 
             # `sharded_step` averages, so that DeepSpeed needs no hooks; it keeps the state alike under ZeRO 1 and 2.
             "stage": 1 if flat else engine.zero_stage,
             # DeepSpeed's default of 5e8 exceeds a whole ViT-L: one bucket, reduced only after the backward pass.
-            "reduce_bucket_size": engine.bucket_elements,
-            "allgather_bucket_size": engine.bucket_elements,
+            "reduce_bucket_size": bucket_elements(engine, world_size=plan.world_size),
+            "allgather_bucket_size": bucket_elements(engine, world_size=plan.world_size),
             # Costs a device synchronisation after each backward pass, so off in a single process.
             "overlap_comm": not flat and overlaps(engine, world_size=plan.world_size),
             "contiguous_gradients": not flat,  # False: no hooks

@@ -106,8 +106,9 @@ class EngineConfig(Strict):
     overlap: Literal["auto", "on", "off"] = "auto"
     """Average gradients during the backward pass; auto: with several processes; off: after it, in one message. With
     fp16 or offload, DeepSpeed does it and waits for the GPU once per step."""
-    bucket_elements: int = Field(default=25_000_000, ge=2, multiple_of=2, le=2**31)
-    """Gradient elements averaged per message, at least a block's. Larger: fewer messages, less overlap, more memory."""
+    bucket_elements: Annotated[int, Field(ge=2, multiple_of=2, le=2**31)] | Literal["auto"] = "auto"
+    """Gradient elements averaged per message, at least a block's. Larger: fewer messages, less overlap, more memory.
+    auto: 25 million, with more than 95 processes 262,144 for each."""
     max_skipped_steps: int = Field(default=20, ge=1, le=10**9)
     """Stop training after this many skipped steps (gradient not finite) in a row."""
     collective_timeout_seconds: float = Field(default=1800, gt=0, le=MOST_SECONDS)

@@ -39,20 +39,16 @@ def sent(engine: dict[str, Any], *, variant: Any = "B/16") -> float:
 
 
 def test_the_bytes_that_an_engine_sends_for_each_parameter():
-    """On two GPUs half of: 6N of halves, 12N of float32; DDP averages float32 gradients, 8N, under autocast too."""
-    assert sent({}) == pytest.approx(3)
-    assert sent({"precision": "fp32"}) == pytest.approx(6)
+    """On two GPUs half of: 4N of halves, 8N of float32; DDP averages float32 gradients, 8N, under autocast too."""
+    assert sent({}) == sent({"zero_stage": 2}) == sent({"overlap": "off"}) == pytest.approx(2)
+    assert sent({"precision": "fp32"}) == pytest.approx(4)
+    assert sent({"precision": "fp16"}) == sent({"offload": "optimizer"}) == pytest.approx(3)  # DeepSpeed's all-reduce
     assert sent({"zero_stage": 0}) == pytest.approx(2)
     assert sent({"backend": "accelerate"}) == pytest.approx(4)
     assert sent({"zero_stage": 3}) == pytest.approx(2)
     assert sent({"zero_stage": 3}, variant="G/14") == pytest.approx(3)  # above 10^9: gathered twice
-    assert sent({"overlap": "off"}) == pytest.approx(2)  # at once, after the backward pass
-    assert (
-        sent({"overlap": "off", "zero_stage": 2}) == sent({"overlap": "off", "precision": "fp16"}) == pytest.approx(3)
-    )
     made = forecast(recipe("B/16", batch=256, engine={"overlap": "off"}), gpus=2)
     assert made.own.traffic and made.own.traffic.bare_seconds == made.own.traffic.seconds
-    assert made.memory[2].traffic and made.memory[2].traffic.num_bytes == 1.5 * made.own.traffic.num_bytes
 
 
 def test_every_zero_stage_has_a_row_and_the_recipes_own_is_the_forecasts():

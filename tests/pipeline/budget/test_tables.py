@@ -56,13 +56,14 @@ def test_models(variant, size, tokens, parameters, flops, at_peak, kept, checkpo
 @pytest.mark.parametrize("size", [224, 384, 518])
 @pytest.mark.parametrize("processes", [1, 8, 64, 1024])
 def test_state_by_formula(variant: str, size: int, processes: int):
-    """16N; 4N + 12N/n; 2N + 14N/n; 16N/n. The textbook's ZeRO 1 keeps all gradients, this engine only to accumulate."""
+    """16N; 4N + 12N/n; 2N + 14N/n; 16N/n. The textbook's ZeRO 1 keeps all gradients, this engine only to accumulate,
+    beside its own piece of those already averaged."""
     if (variant, size) == ("H/14", 384):
         size = 378  # 384 is no multiple of 14
     elif (variant, size) == ("L/16", 518):
         size = 512
     number = forecast(recipe(variant, image_size=size)).cost.parameters
-    each = {0: 16, 1: 4 + 12 / processes, 2: 2 + 14 / processes, 3: 16 / processes}
+    each = {0: 16, 1: 4 + (12 if processes == 1 else 14) / processes, 2: 2 + 14 / processes, 3: 16 / processes}
     for zero_stage in (0, 1, 2, 3):
         plan = stage_plan(processes=processes, accumulation=2 if zero_stage == 1 else 1)
         held = state_of(number, engine=EngineConfig(), optimizer=ADAMW, plan=plan, zero_stage=zero_stage)
@@ -122,7 +123,7 @@ def test_the_whole_plan_is_that_accounting(variant: str, size: int, gpus: int):
     rate = made.time.speed.mfu * 989e12 / (3 * forward)
     assert made.time.speed.images_per_second == pytest.approx(rate, rel=0.003)
     assert made.time.images_per_second <= gpus * made.time.speed.images_per_second * 1.000001
-    assert made.own.traffic.num_bytes == pytest.approx(6 * number * (gpus - 1) / gpus)
+    assert made.own.traffic.num_bytes == pytest.approx(4 * number * (gpus - 1) / gpus)
     activations = 32 * tokens * width * depth
     room = 0.96 * 141e9 - (2 + 12 / gpus) * number
     assert made.own.largest_micro_batch
@@ -133,34 +134,36 @@ L, H = 304_326_632, 632_045_800
 
 
 def job(number: int, *, zero_stage: ZeroKind, gathers_again: bool = False) -> Workload:
-    return Workload(number, 2, 24 if number == L else 32, zero_stage, 25_000_000, gathers_again)
+    depth = 24 if number == L else 32
+    return Workload(number, 2, depth, zero_stage, 25_000_000, gathers_again, least_piece_elements=2**18)
 
 
-# Per cent of the computing speed that L/16 keeps at 55 % MFU: with DeepSpeed's own buckets, with overlapped ones, and
-# with ZeRO 3; for 256, 64 and 16 images on each GPU.
+# Per cent of the computing speed that L/16 keeps at 55 % MFU: with DeepSpeed's own buckets, with overlapped ones of
+# whole blocks (24 of one, 5 of five, 2 of 21, 24 of one: by hand, a ring's delay for each, and hidden behind two
+# thirds and one third of the computing), and with ZeRO 3; for 256, 64 and 16 images on each GPU.
 KEPT = [
-    (64, 3200, [(97, 99, 100), (88, 96, 100), (64, 85, 71)]),
-    (256, 3200, [(96, 99, 100), (87, 95, 96), (62, 83, 27)]),
-    (1024, 3200, [(95, 98, 100), (84, 92, 30), (56, 75, 8)]),
-    (64, 400, [(80, 93, 100), (51, 72, 77), (20, 23, 21)]),
+    (64, 3200, [(97, 99.8, 100), (88, 99.1, 100), (64, 91.2, 71)]),
+    (256, 3200, [(96, 99.1, 100), (87, 96.4, 96), (62, 86.9, 27)]),
+    (1024, 3200, [(95, 96.9, 100), (84, 88.8, 30), (56, 66.5, 8)]),
+    (64, 400, [(80, 99.2, 100), (51, 93.8, 77), (20, 32.6, 21)]),
 ]
 
 
 @pytest.mark.parametrize(("gpus", "node_gbps", "kept"), KEPT)
 def test_kept_share_of_the_computing(gpus: int, node_gbps: float, kept: list[tuple[int, int, int]]):
-    """Within 7 points, and overlapped buckets, which the engine has, within 5; ZeRO 3 within 6."""
+    """Within 7 points, and overlapped buckets, which the engine has, within 0.1; ZeRO 3 within 6."""
     links = Links(8, near_bytes_per_second=380e9, far_bytes_per_second=340e9 if node_gbps == 3200 else 43e9)
     for images, row in zip((256, 64, 16), kept, strict=True):
         compute_seconds = images * 369.3e9 / (0.55 * 989e12)
         ways: list[tuple[ZeroKind, Way, float]] = [
             (1, "in turn", 7),
-            (1, "overlapped", 5),
+            (1, "overlapped", 0.1),
             (3, "overlapped", 6),
         ]
         for expected, (zero_stage, way, points) in zip(row, ways, strict=True):
             work = replace(job(L, zero_stage=zero_stage, gathers_again=True), way=way)
-            if way == "in turn":
-                work = replace(work, bucket_elements=500_000_000)  # DeepSpeed's default, more than all of L
+            if way == "in turn":  # DeepSpeed's default, more than all of L
+                work = replace(work, bucket_elements=500_000_000, reduction="all-reduce")
             got = traffic(work, gpus=gpus, links=links, compute_seconds=compute_seconds)
             assert 100 * got.kept_share == pytest.approx(expected, abs=points), (images, zero_stage, way)
 
@@ -184,7 +187,7 @@ def test_zero_3_is_bound_by_the_delay_of_its_collectives():
         assert 1000 * got.seconds == pytest.approx(milliseconds, rel=0.04)
 
 
-@pytest.mark.parametrize(("number", "flops", "gpus"), [(L, 369.3e9, 128), (H, 1003.8e9, 256)])
+@pytest.mark.parametrize(("number", "flops", "gpus"), [(L, 369.3e9, 256), (H, 1003.8e9, 256)])
 def test_where_a_global_batch_of_4096_stops_scaling(number: int, flops: float, gpus: int):
     links = links_of(find_gpu("h200"), gpus_per_node=8, node_gbps=None)
     rate = 0.55 * 989e12 / flops

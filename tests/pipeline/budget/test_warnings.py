@@ -56,20 +56,20 @@ def test_zero_2_with_accumulation():
 def test_more_gpus_than_pay():
     text = warned(recipe("L/16", batch=4096, lanes=1024), gpus=1024)
     assert re.search(r"1,024 GPUs keep \d+% of the speed at a global batch of 4,096", text)
-    assert "take 128 GPUs at most, or a larger batch" in text
+    assert "take 256 GPUs at most, or a larger batch" in text
     assert "GPUs keep" not in warned(recipe("L/16", batch=4096), gpus=64)
     assert "zero_stage" not in text
 
 
-@pytest.mark.parametrize(("variant", "images"), [("L/16", 32), ("H/14", 16)])
+@pytest.mark.parametrize(("variant", "images"), [("L/16", 44), ("H/14", 20)])
 def test_1024_gpus_need_images_and_not_zero_3(variant: str, images: int):
-    """32 of L/16 and 16 of H/14 on each GPU; the remedy is the ZeRO stage where a stage is what costs the time."""
+    """44 of L/16 and 20 of H/14 on each GPU; the remedy is the ZeRO stage where a stage is what costs the time."""
     batch = images * 1024
     assert "GPUs keep" not in warned(recipe(variant, batch=batch, lanes=1024), gpus=1024)
     assert "1,024 GPUs keep" in warned(recipe(variant, batch=batch // 2, lanes=1024), gpus=1024)
     third = warned(recipe(variant, batch=batch, lanes=1024, engine={"zero_stage": 3}), gpus=1024)
     advised = re.search(r"1,024 GPUs keep (\d+)% .*: engine.zero_stage=([012]) keeps (\d+)%", third)
-    assert advised and int(advised[1]) < 20 and int(advised[3]) > 83
+    assert advised and int(advised[1]) < 25 and int(advised[3]) > 83
     assert "GPUs keep" not in warned(
         recipe(variant, batch=batch, lanes=1024, engine={"zero_stage": int(advised[2])}), gpus=1024
     )

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardvit.pipeline.engine.zero_config import deepspeed_config, overlaps
+from shardvit.pipeline.engine.zero_config import bucket_elements, deepspeed_config, overlaps
 from shardvit.pipeline.recipe.optimizer import OptimizerConfig, Schedule
 from shardvit.pipeline.recipe.schema import EngineConfig
 from shardvit.pipeline.recipe.stage_plan import StagePlan
@@ -104,6 +104,18 @@ def test_gradients_are_averaged_during_the_backward_pass_where_there_is_somebody
 def test_buckets_are_as_large_as_the_recipe_says():
     got = config(bucket_elements=1000)["zero_optimization"]
     assert got["reduce_bucket_size"] == got["allgather_bucket_size"] == 1000
+
+
+def test_buckets_grow_with_the_processes_where_a_ring_passes_them_on():
+    for engine, processes, expected in (
+        ({}, 2, 25_000_000),
+        ({}, 95, 25_000_000),
+        ({}, 1024, 2**18 * 1024),
+        ({"precision": "fp16"}, 1024, 25_000_000),
+        ({"zero_stage": 3}, 1024, 25_000_000),
+        ({"bucket_elements": 1000}, 1024, 1000),
+    ):
+        assert bucket_elements(EngineConfig(**engine), world_size=processes) == expected
 
 
 def test_no_schedule_and_no_optimizer_of_deepspeeds_own():
