@@ -295,7 +295,7 @@ def weight_decays(engine) -> list[float]:
     rules = getattr(getattr(optimizer, "optimizer", None), "_rules", None)
     if rules is None:
         return [group["weight_decay"] for group in optimizer.param_groups]
-    return list(dict.fromkeys(rule["weight_decay"] for rule in rules.values()))  # of the flat optimizers
+    return list(dict.fromkeys(rule.weight_decay for rule in rules.values()))  # of the flat optimizers
 
 
 def main() -> None:
