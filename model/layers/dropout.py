@@ -91,9 +91,9 @@ class SampleWords:
         self.step = self.step.to(device)
         self._words = torch.empty(2, len(self.sites), count, dtype=torch.int32, device=device)
         self._branch = torch.empty(len(self.sites), count, device=device)
-        below = [dropped_words(rate) - _HALF for rate in self._rates]
-        self._below = torch.tensor(below, dtype=torch.int32, device=device)[:, None]
-        self._scale = torch.tensor([_scale(rate) for rate in self._rates], device=device)[:, None]
+        kept = [_kept(rate) for rate in self._rates]
+        self._below = torch.tensor([below for below, _ in kept], dtype=torch.int32, device=device)[:, None]
+        self._scale = torch.tensor([scale for _, scale in kept], device=device)[:, None]
         for given, words, branch in zip(self._given, self._words.unbind(1), self._branch, strict=True):
             given.factor, given.summand, given.branch = *words, branch
 
@@ -125,20 +125,16 @@ def dropped_words(rate: float) -> int:
     return min(round(rate * _WORDS), _WORDS - 1)
 
 
-def _scale(rate: float) -> float:
-    return _WORDS / (_WORDS - dropped_words(rate))
-
-
 def _kept(rate: float) -> tuple[int, float]:
-    """The least word that keeps an element, as int32, and what that is multiplied by."""
-    return dropped_words(rate) - _HALF, _scale(rate)
+    """Return the least word that keeps an element, as int32, and the factor of what is kept."""
+    dropped = dropped_words(rate)
+    return dropped - _HALF, _WORDS / (_WORDS - dropped)
 
 
 def _check_count(given: SiteWords, x: Tensor) -> None:
-    if len(given.summand) != len(x):
-        raise RuntimeError(
-            f"random words were given for {len(given.summand)} samples, and the forward pass has {len(x)}"
-        )
+    count, samples = given.summand.shape[0], x.shape[0]  # `len` takes longer
+    if count != samples:
+        raise RuntimeError(f"random words were given for {count} samples, and the forward pass has {samples}")
 
 
 class SampleDropout(nn.Dropout):
@@ -153,10 +149,10 @@ class SampleDropout(nn.Dropout):
             return input
         given, shape = self._given, input.shape[1:]
         _check_count(given, input)
+        words = given.factor, given.summand, *_kept(self.p)
         if torch.compiler.is_compiling():  # compute T inline: a few integer operations, no memory
-            table = table_of(shape, step=self.words.step)
-            return _drop_at_once(input, table, given.factor, given.summand, *_kept(self.p))
-        return _Dropped.apply(input, self.words.table(shape), given.factor, given.summand, self.p)
+            return _drop_at_once(input, table_of(shape, step=self.words.step), *words)
+        return _Dropped.apply(input, self.words.table(shape), *words)
 
 
 class SampleDropPath(DropPath):
@@ -171,7 +167,8 @@ class SampleDropPath(DropPath):
             return x
         given = self._given
         _check_count(given, x)
-        compiles = torch.compiler.is_compiling()  # then the site's number must not be part of the graph
+        # The site's number must not become part of a compiled graph.
+        compiles = torch.compiler.is_compiling()
         branch = given.branch.to(x.dtype) if compiles else self.words.branch(given, dtype=x.dtype)
         return x * branch.view(-1, *[1] * (x.dim() - 1))
 
@@ -227,14 +224,14 @@ def words_of(model: nn.Module) -> SampleWords | None:
 
 class _Dropped(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, table: Tensor, factor: Tensor, summand: Tensor, rate: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, table: Tensor, factor: Tensor, summand: Tensor, *kept: Any) -> Tensor:
         ctx.save_for_backward(table, factor, summand)
-        ctx.rate = rate
-        return drop(x, table, factor, summand, *_kept(rate))
+        ctx.kept = kept
+        return drop(x, table, factor, summand, *kept)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return drop(gradient, *ctx.saved_tensors, *_kept(ctx.rate)), None, None, None, None
+        return drop(gradient, *ctx.saved_tensors, *ctx.kept), *[None] * 5
 
 
 def _drop_at_once(x: Tensor, table: Tensor, factor: Tensor, summand: Tensor, below: int, scale: float) -> Tensor:
@@ -278,7 +275,7 @@ def _fused() -> Callable[..., Tensor]:
     return run
 
 
-# One operation, with one kernel for each kind of device: [n, ...] times 0 or 1 / (1 - rate).
+# One operation of [n, ...], with a kernel for each kind of device.
 _LIBRARY = torch.library.Library("shardvit", "DEF")
 _LIBRARY.define("drop(Tensor x, Tensor table, Tensor factor, Tensor summand, int below, float scale) -> Tensor")
 _LIBRARY.impl("drop", _drop_at_once, "CompositeExplicitAutograd")
