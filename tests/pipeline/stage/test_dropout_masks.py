@@ -203,12 +203,13 @@ def _model(depth: int, *, dropout: float, stochastic_depth: float) -> Any:
     return build_model(config, image_size=16, num_classes=2, head="linear", regularisation=by).train()
 
 
-def _step(depth: int, *, images: int, rate: float, device: str = "cpu", steps: int = 2) -> list[Operations]:
+def _step(depth: int, *, images: int, rate: float, steps: int = 2, **to: Any) -> list[Operations]:
     """Operations of drawing, forward and backward pass in the last of some steps."""
-    model = _model(depth, dropout=rate, stochastic_depth=rate).to(device)
-    engine: Any = SimpleNamespace(module=model, device=torch.device(device))
+    model = _model(depth, dropout=rate, stochastic_depth=rate).to(**to)
+    weights = next(model.parameters())
+    engine: Any = SimpleNamespace(module=model, device=weights.device)
     plan = dataclasses.replace(_plan(1, GLOBAL_BATCH), micro_batch_size=images)
-    pixels = torch.randn(images, 3, 16, 16, device=device)
+    pixels = torch.randn(images, 3, 16, 16).to(weights)
     for step in range(steps):
         drawing, forward, backward = counts = [Operations() for _ in range(3)]
         with drawing:
@@ -220,24 +221,24 @@ def _step(depth: int, *, images: int, rate: float, device: str = "cpu", steps: i
     return counts
 
 
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_an_uncompiled_block_has_five_operations_more_forwards_and_backwards(device: str) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_uncompiled_block_has_five_operations_more_forwards_and_backwards(dtype: torch.dtype) -> None:
     """Three dropouts and two branches, however many images there are; drawing does not depend on the depth either."""
 
     def more(depth: int, *, images: int) -> list[int]:
-        with_masks, plain = (_step(depth, images=images, rate=rate, device=device) for rate in (0.2, 0.0))
+        with_masks, plain = (_step(depth, images=images, rate=rate, dtype=dtype) for rate in (0.2, 0.0))
         return [ours.total - theirs.total for ours, theirs in zip(with_masks, plain, strict=True)]
 
-    shallow, deep = more(2, images=3), more(6, images=3)
-    assert more(6, images=24) == deep
+    shallow, deep = more(2, images=3), more(4, images=3)
+    assert more(4, images=24) == deep
     assert deep[0] == shallow[0] <= 35
-    assert [(b - a) / 4 for a, b in zip(shallow[1:], deep[1:], strict=True)] == [5, 5]
-    assert deep[1] - 5 * 6 <= 30 and deep[2] - 5 * 6 == 1  # T of two sizes; dropout before the blocks
+    assert [(b - a) / 2 for a, b in zip(shallow[1:], deep[1:], strict=True)] == [5, 5]
+    assert deep[1] - 5 * 4 <= 30 and deep[2] - 5 * 4 == 1  # T of two sizes; dropout before the blocks
 
 
 def test_the_host_waits_for_no_gpu_after_the_first_step() -> None:
     """`meta` stands for a GPU: no copy to it, and nothing is read from it."""
-    assert [sum(each.num_waits for each in _step(2, images=3, rate=0.2, device="meta", steps=2))] == [0]
+    assert [each.num_waits for each in _step(2, images=3, rate=0.2, device="meta")] == [0, 0, 0]
     assert _step(2, images=3, rate=0.2, device="meta", steps=1)[0].num_waits > 0  # it can fail
 
 
