@@ -49,9 +49,9 @@ def _numbers(sites: tuple[str, ...], *, device: torch.device) -> Tensor:
 
 def _hashed(words: Tensor) -> Tensor:
     """`randomness.hash_words` of one more word, in int64: products wrap around alike, and shifts lose the sign."""
-    words = words + _signed(INCREMENT)
+    words = words + _signed(int(INCREMENT))
     for shift, multiplier in zip((30, 27), MULTIPLIERS, strict=True):
-        words = (words ^ _shifted(words, shift)).mul_(_signed(multiplier))
+        words = (words ^ _shifted(words, shift)).mul_(_signed(int(multiplier)))
     return words ^ _shifted(words, 31)
 
 
@@ -60,4 +60,4 @@ def _shifted(words: Tensor, bits: int) -> Tensor:
 
 
 def _signed(word: int) -> int:
-    return int(word) - 2**64 if word >= 2**63 else int(word)
+    return word - 2**64 if word >= 2**63 else word

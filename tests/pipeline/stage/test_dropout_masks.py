@@ -210,6 +210,7 @@ def _step(depth: int, *, images: int, rate: float, steps: int = 2, **to: Any) ->
     engine: Any = SimpleNamespace(module=model, device=weights.device)
     plan = dataclasses.replace(_plan(1, GLOBAL_BATCH), micro_batch_size=images)
     pixels = torch.randn(images, 3, 16, 16).to(weights)
+    counts: list[Operations] = []
     for step in range(steps):
         drawing, forward, backward = counts = [Operations() for _ in range(3)]
         with drawing:
