@@ -15,7 +15,6 @@ import functools
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import torch
@@ -24,71 +23,84 @@ from torch import Tensor, nn
 
 _WORDS = 2**32
 _HALF = 2**31  # words are stored as int32: subtracting 2^31 keeps their order
+_PIECE = 2**16  # elements
+_OF_MODEL = "sample_words"  # attribute of a model
 
 
 @dataclass
 class SiteWords:
-    """One site's random words for the next n samples; tensors, as Python numbers would recompile blocks."""
+    """One site's rows of `SampleWords`; tensors, as Python numbers would recompile blocks."""
 
+    site: int
     factor: Tensor  # int32 [n]
     summand: Tensor  # int32 [n]
     branch: Tensor  # float32 [n]: factor of a sample's branch under stochastic depth, 0 if dropped
-    rate: float = 0.0  # stochastic depth's
 
 
 class SampleWords:
-    """Random words of the next forward pass's samples, shared by the modules of one model."""
+    """Random words of the next forward pass's samples, shared by the modules of one model. `give` overwrites them, so
+    that a compiled block sees the same tensors in each step, and the host does nothing site by site."""
 
     def __init__(self) -> None:
         self.sites: list[str] = []  # names of the drawing modules
         self.step = torch.zeros((), dtype=torch.int32)  # the step's word, on the device
-        self._words = torch.empty(0, 0, 2, dtype=torch.int32)
         self._step_word = 0
-        self._at: dict[int, SiteWords] = {}
-        self._thresholds: tuple[Tensor, Tensor] | None = None
-        self._tables: dict[tuple[int, torch.device], Tensor] = {}
+        self._rates: list[float] = []  # of stochastic depth, by site
+        self._given: list[SiteWords] = []  # by site
+        self._tables: dict[torch.Size, Tensor] = {}
+        self._branches: dict[torch.dtype, Tensor] = {}
+        self._make_room(0, device=self.step.device)
 
-    def give(self, words: Tensor, *, step_word: int) -> None:
-        """Set `words`, int32 [sites, n, 2] on the model's device, for the next n samples; `step_word` < 2^32."""
-        if step_word != self._step_word or self.step.device != words.device:
-            self._tables.clear()
-            self.step = torch.full((), signed(step_word), dtype=torch.int32, device=words.device)
-        self._words, self._step_word = words, step_word
-        self._hand_out()
-
-    def at(self, site: int, *, rate: float = 0.0) -> SiteWords:
-        """Register the module at `site`; return its words, updated by each `give`. `rate` is stochastic depth's."""
-        nothing = torch.empty(0, dtype=torch.int32)
-        mine = self._at[site] = SiteWords(nothing, nothing, nothing.float(), rate)
-        self._thresholds = None
-        self._hand_out()
+    def add(self, name: str, *, rate: float = 0.0) -> SiteWords:
+        """Add a site; return its words, which each `give` changes. `rate` is stochastic depth's."""
+        nothing = torch.empty(0)
+        mine = SiteWords(len(self.sites), nothing.int(), nothing.int(), nothing)
+        self.sites.append(name)
+        self._rates.append(rate)
+        self._given.append(mine)
         return mine
 
-    def _hand_out(self) -> None:
-        words = self._words
-        known = self._thresholds
-        if known is None or len(known[0]) != len(words) or known[0].device != words.device:
-            rates = [self._at[site].rate if site in self._at else 0.0 for site in range(len(words))]
-            below = torch.tensor([dropped_words(rate) - _HALF for rate in rates], dtype=torch.int32)
-            scale = torch.tensor([_scale(rate) for rate in rates], dtype=torch.float32)
-            known = self._thresholds = below.to(words.device)[:, None], scale.to(words.device)[:, None]
-        below, scale = known
-        factors, summands = words[..., 0] | 1, words[..., 1]
-        for site, *given in zip(range(len(words)), factors, summands, (summands >= below) * scale, strict=True):
-            if mine := self._at.get(site):
-                mine.factor, mine.summand, mine.branch = given
+    def give(self, words: Tensor, *, step_word: int) -> None:
+        """Set `words`, int32 [sites, n, 2] on the model's device, for the next n samples; `step_word` < 2^32. The host
+        waits for a GPU only if n or the device has changed."""
+        if words.shape[:2] != self._branch.shape or words.device != self._branch.device:
+            self._make_room(words.shape[1], device=words.device)
+        if step_word != self._step_word:
+            self._tables.clear()
+            self.step.fill_(signed(step_word))
+            self._step_word = step_word
+        self._words.copy_(words.movedim(-1, 0))
+        self._words[0].bitwise_or_(1)
+        torch.mul(self._words[1] >= self._below, self._scale, out=self._branch)
+        self._branches.clear()
 
-    def table(self, size: int, *, device: torch.device) -> Tensor:
-        """T, int32 [size]; made once a step."""
-        key = size, device
-        if key not in self._tables:
-            self._tables[key] = table_of(size, step=self.step.to(device))
-        return self._tables[key]
+    def table(self, shape: torch.Size) -> Tensor:
+        """T, int32 of `shape`; made once a step."""
+        if shape not in self._tables:
+            self._tables[shape] = table_of(shape, step=self.step)
+        return self._tables[shape]
+
+    def branch(self, given: SiteWords, *, dtype: torch.dtype) -> Tensor:
+        """`given.branch` in `dtype`, which all sites' are made in at once."""
+        if dtype not in self._branches:
+            self._branches[dtype] = self._branch.to(dtype)
+        return self._branches[dtype][given.site]
+
+    def _make_room(self, count: int, *, device: torch.device) -> None:
+        self._tables.clear()
+        self.step = self.step.to(device)
+        self._words = torch.empty(2, len(self.sites), count, dtype=torch.int32, device=device)
+        self._branch = torch.empty(len(self.sites), count, device=device)
+        kept = [_kept(rate) for rate in self._rates]
+        self._below = torch.tensor([below for below, _ in kept], dtype=torch.int32, device=device)[:, None]
+        self._scale = torch.tensor([scale for _, scale in kept], device=device)[:, None]
+        for given, words, branch in zip(self._given, self._words.unbind(1), self._branch, strict=True):
+            given.factor, given.summand, given.branch = *words, branch
 
 
-def table_of(size: int, *, step: Tensor) -> Tensor:
-    """T, int32 [size], from a step's word (int32 scalar)."""
-    return mix_words(torch.arange(size, dtype=torch.int32, device=step.device) ^ step)
+def table_of(shape: torch.Size, *, step: Tensor) -> Tensor:
+    """T, int32 of `shape`, from a step's word (int32 scalar)."""
+    return mix_words(torch.arange(shape.numel(), dtype=torch.int32, device=step.device) ^ step).view(shape)
 
 
 def signed(word: int) -> int:
@@ -113,57 +125,60 @@ def dropped_words(rate: float) -> int:
     return min(round(rate * _WORDS), _WORDS - 1)
 
 
-def _scale(rate: float) -> float:
-    return _WORDS / (_WORDS - dropped_words(rate))
+def _kept(rate: float) -> tuple[int, float]:
+    """Return the least word that keeps an element, as int32, and the factor of what is kept."""
+    dropped = dropped_words(rate)
+    return dropped - _HALF, _WORDS / (_WORDS - dropped)
 
 
 def _check_count(given: SiteWords, x: Tensor) -> None:
-    if len(given.summand) != len(x):
-        raise RuntimeError(
-            f"random words were given for {len(given.summand)} samples, and the forward pass has {len(x)}"
-        )
+    count, samples = given.summand.shape[0], x.shape[0]  # `len` takes longer
+    if count != samples:
+        raise RuntimeError(f"random words were given for {count} samples, and the forward pass has {samples}")
 
 
 class SampleDropout(nn.Dropout):
     """Drop single elements of [n, ...]."""
 
-    def __init__(self, rate: float, *, words: SampleWords, site: int) -> None:
+    def __init__(self, rate: float, *, words: SampleWords, name: str) -> None:
         super().__init__(rate)
-        self.words, self._given = words, words.at(site)
+        self.words, self._given = words, words.add(name)
 
     def forward(self, input: Tensor) -> Tensor:  # torch's name
         if not self.training or not self.p:
             return input
         given, shape = self._given, input.shape[1:]
         _check_count(given, input)
+        words = given.factor, given.summand, *_kept(self.p)
         if torch.compiler.is_compiling():  # compute T inline: a few integer operations, no memory
-            table = table_of(prod(shape), step=self.words.step).view(shape)
-            below, scale = dropped_words(self.p) - _HALF, _scale(self.p)
-            return _drop_at_once(input, table, given.factor, given.summand, below, scale)
-        table = self.words.table(prod(shape), device=input.device).view(shape)
-        return _Dropped.apply(input, table, given.factor, given.summand, self.p)
+            return _drop_at_once(input, table_of(shape, step=self.words.step), *words)
+        return _Dropped.apply(input, self.words.table(shape), *words)
 
 
 class SampleDropPath(DropPath):
     """Drop a residual branch [n, ...] for whole samples."""
 
-    def __init__(self, rate: float, *, words: SampleWords, site: int) -> None:
+    def __init__(self, rate: float, *, words: SampleWords, name: str) -> None:
         super().__init__(rate)
-        self.words, self._given = words, words.at(site, rate=rate)
+        self.words, self._given = words, words.add(name, rate=rate)
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:
             return x
-        _check_count(self._given, x)
-        return x * self._given.branch.to(x.dtype).view(-1, *[1] * (x.dim() - 1))
+        given = self._given
+        _check_count(given, x)
+        # The site's number must not become part of a compiled graph.
+        compiles = torch.compiler.is_compiling()
+        branch = given.branch.to(x.dtype) if compiles else self.words.branch(given, dtype=x.dtype)
+        return x * branch.view(-1, *[1] * (x.dim() - 1))
 
 
 class SamplePatchDropout(PatchDropout):
     """Keep equally many patches of each sample's tokens [n, prefix + patches, D], in random order."""
 
-    def __init__(self, rate: float, *, num_prefix_tokens: int, words: SampleWords, site: int) -> None:
+    def __init__(self, rate: float, *, num_prefix_tokens: int, words: SampleWords, name: str) -> None:
         super().__init__(rate, num_prefix_tokens=num_prefix_tokens)
-        self.words, self._given = words, words.at(site)
+        self.words, self._given = words, words.add(name)
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or not self.prob:
@@ -172,7 +187,7 @@ class SamplePatchDropout(PatchDropout):
         count = patches.shape[1]
         _check_count(self._given, x)
         factor, summand = self._given.factor, self._given.summand
-        table = self.words.table(count, device=x.device)
+        table = self.words.table(torch.Size([count]))
         # Bijections, so no two patches of a sample are equal.
         ranks = mix_words(table * factor[:, None] + summand[:, None]).argsort(dim=1)
         stay = ranks[:, : max(1, int(count * (1 - self.prob)))]  # as many as timm's
@@ -185,7 +200,7 @@ def by_sample(model: nn.Module) -> None:
     words = SampleWords()
     deep = any(isinstance(module, DropPath) and module.drop_prob for module in model.modules())
     for name, module in list(model.named_modules()):
-        of_site = {"words": words, "site": len(words.sites)}
+        of_site = {"words": words, "name": name}
         match module:
             case nn.Dropout(p=rate) if rate:
                 ours = SampleDropout(rate, **of_site)
@@ -198,50 +213,42 @@ def by_sample(model: nn.Module) -> None:
             case _:
                 continue
         model.set_submodule(name, ours)
-        words.sites.append(name)
+    if words.sites:
+        setattr(model, _OF_MODEL, words)
 
 
 def words_of(model: nn.Module) -> SampleWords | None:
     """Return the words that `by_sample` gave the modules of `model`, or None."""
-    ours = (SampleDropout, SampleDropPath, SamplePatchDropout)
-    return next((module.words for module in model.modules() if isinstance(module, ours)), None)
+    return getattr(model, _OF_MODEL, None)
 
 
 class _Dropped(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, table: Tensor, factor: Tensor, summand: Tensor, rate: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, table: Tensor, factor: Tensor, summand: Tensor, *kept: Any) -> Tensor:
         ctx.save_for_backward(table, factor, summand)
-        ctx.rate = rate
-        return drop(x, table=table, factor=factor, summand=summand, rate=rate)
+        ctx.kept = kept
+        return drop(x, table, factor, summand, *kept)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        table, factor, summand = ctx.saved_tensors
-        return drop(gradient, table=table, factor=factor, summand=summand, rate=ctx.rate), None, None, None, None
-
-
-def drop(x: Tensor, *, table: Tensor, factor: Tensor, summand: Tensor, rate: float) -> Tensor:
-    """Multiply each element of x [n, ...] by 0 or 1 / (1 - rate); `factor`, `summand`: int32 [n], `table`: T."""
-    below, scale = dropped_words(rate) - _HALF, _scale(rate)
-    if x.device.type == "cpu":
-        return _drop_one_by_one(x, table, factor, summand, below, scale)
-    return _fused()(x, table, factor, summand, below, scale)
-
-
-def _drop_one_by_one(x: Tensor, table: Tensor, factor: Tensor, summand: Tensor, below: int, scale: float) -> Tensor:
-    """Two to five times as fast as all samples together: one fits into a CPU's cache."""
-    dropped = torch.empty_like(x)
-    words, kept = torch.empty_like(table), torch.empty_like(table, dtype=torch.bool)
-    for sample, into, f, s in zip(x, dropped, factor.tolist(), summand.tolist(), strict=True):
-        torch.mul(table, f, out=words).add_(s)
-        torch.ge(words, below, out=kept)
-        torch.mul(sample, kept, out=into).mul_(scale)
-    return dropped
+        return drop(gradient, *ctx.saved_tensors, *ctx.kept), *[None] * 5
 
 
 def _drop_at_once(x: Tensor, table: Tensor, factor: Tensor, summand: Tensor, below: int, scale: float) -> Tensor:
     shape = (-1, *[1] * table.dim())
     return torch.where(table * factor.view(shape) + summand.view(shape) >= below, x * scale, 0)
+
+
+def _drop_in_pieces(x: Tensor, table: Tensor, factor: Tensor, summand: Tensor, below: int, scale: float) -> Tensor:
+    """Up to three times as fast as all samples together, if a piece fits into a CPU's cache and they do not."""
+    shape, samples = (-1, *[1] * table.dim()), max(1, _PIECE // max(1, table.numel()))
+    factor, summand = factor.view(shape), summand.view(shape)
+    if len(x) <= samples:
+        return (x * ((table * factor).add_(summand) >= below)).mul_(scale)
+    dropped = torch.empty_like(x)
+    for piece, into, f, s in zip(*(each.split(samples) for each in (x, dropped, factor, summand)), strict=True):
+        torch.mul(piece, (table * f).add_(s) >= below, out=into).mul_(scale)
+    return dropped
 
 
 @functools.cache
@@ -266,3 +273,12 @@ def _fused() -> Callable[..., Tensor]:
         return _drop_at_once(*arguments)
 
     return run
+
+
+# One operation of [n, ...], with a kernel for each kind of device.
+_LIBRARY = torch.library.Library("shardvit", "DEF")
+_LIBRARY.define("drop(Tensor x, Tensor table, Tensor factor, Tensor summand, int below, float scale) -> Tensor")
+_LIBRARY.impl("drop", _drop_at_once, "CompositeExplicitAutograd")
+_LIBRARY.impl("drop", _drop_in_pieces, "CPU")
+_LIBRARY.impl("drop", lambda *arguments: _fused()(*arguments), "CUDA")
+drop: Callable[..., Tensor] = torch.ops.shardvit.drop.default

@@ -62,5 +62,10 @@ class RollBack(Exception):
 
 
 def seed_step(seed: int, *, step: int, rank: int) -> None:
-    """Seed torch's generators for one step; `dropout_masks: process` draws from them."""
-    torch.manual_seed(int(hash_words(RandomStream.DROPOUT, seed, step, rank)[0]) >> 1)
+    """Seed torch's generators of the CPU and of this process's GPU for one step: `dropout_masks: process` draws from
+    them, and the user's model, task, loss and callbacks may. As `torch.manual_seed`, which seeds every GPU of the
+    machine, too, and before CUDA is in use formats a stack trace in each call: five times the cost of all this."""
+    word = int(hash_words(RandomStream.DROPOUT, seed, step, rank)[0]) >> 1
+    torch.default_generator.manual_seed(word)
+    if torch.cuda.is_initialized():
+        torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(word)

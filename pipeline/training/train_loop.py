@@ -19,11 +19,12 @@ def train(job: TrainJob, state: TrainState) -> TrainState:
         after_step.evaluate()
     engine.module.train()
 
+    first = state.step
     while state.step < plan.total_steps:
         step, lr = state.step, plan.schedule(state.step)
         task.step = step
         seed_step(plan.seed, step=step, rank=rank)
-        if plan.patch_dropout:
+        if plan.patch_dropout and step in (first, plan.patch_dropout_steps):
             set_patch_dropout(engine.module, plan.patch_dropout if step < plan.patch_dropout_steps else 0.0)
 
         if step in passed_over:  # after a rollback; `batches` omits it

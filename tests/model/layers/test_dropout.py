@@ -90,9 +90,10 @@ def _explicit(module: SampleDropout) -> Any:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_kept_elements_are_divided_by_the_share_that_is_kept(dtype: torch.dtype) -> None:
     words = SampleWords()
+    module = SampleDropout(0.3, words=words, name="a").train()
     words.give(_words(1, count=64), step_word=3)
     x = torch.randn(64, 50, 32).to(dtype)
-    y = SampleDropout(0.3, words=words, site=0).train()(x)
+    y = module(x)
     kept = y != 0
     assert 0.69 < kept.float().mean() < 0.71
     torch.testing.assert_close(y[kept], (x / 0.7)[kept])
@@ -104,13 +105,17 @@ def test_the_rate_is_rounded_to_a_multiple_of_2_to_the_minus_32(rate: float, sha
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_all_at_once_as_on_a_gpu_is_bit_for_bit_one_by_one(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("samples", [1, 4, COUNT])
+def test_all_at_once_as_on_a_gpu_is_bit_for_bit_in_pieces(
+    dtype: torch.dtype, samples: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dropout, "_PIECE", samples * 56 + 55)
     x = torch.randn(COUNT, 7, 8).to(dtype)
     table = mix_words(torch.arange(56, dtype=torch.int32)).view(7, 8)
     factor, summand = (each.contiguous() for each in (_words(1)[0] | 1).unbind(dim=1))
-    at_once = dropout._drop_at_once(x, table, factor, summand, dropout.dropped_words(0.3) - 2**31, 1 / 0.7)
-    one_by_one = drop(x, table=table, factor=factor, summand=summand, rate=0.3)
-    assert torch.equal(at_once, one_by_one) and (one_by_one == 0).any()
+    arguments = (x, table, factor, summand, dropout.dropped_words(0.3) - 2**31, 1 / 0.7)
+    at_once, in_pieces = dropout._drop_at_once(*arguments), drop(*arguments)
+    assert torch.equal(at_once, in_pieces) and (in_pieces == 0).any()
 
     def broken(function: Any, **_: Any) -> Any:
         def run(*_: Any) -> Tensor:
@@ -121,7 +126,7 @@ def test_all_at_once_as_on_a_gpu_is_bit_for_bit_one_by_one(dtype: torch.dtype, m
     monkeypatch.setattr(torch, "compile", broken)
     fused = dropout._fused.__wrapped__()
     with pytest.warns(UserWarning, match="uncompiled"):
-        assert torch.equal(fused(x, table, factor, summand, dropout.dropped_words(0.3) - 2**31, 1 / 0.7), at_once)
+        assert torch.equal(fused(*arguments), at_once)
 
 
 def test_words_are_mixed_as_by_murmur_hash_3_and_none_comes_twice() -> None:

@@ -4,10 +4,13 @@ import json
 import math
 from dataclasses import asdict
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardvit.data_shards.order.randomness import hash_words
+from shardvit.data_shards.vocabulary import RandomStream
 from shardvit.pipeline.checkpoint.train_state import TrainState, seed_step
 
 FLOATS = st.floats(allow_nan=False)
@@ -43,3 +46,16 @@ def test_randomness_depends_on_seed_step_and_rank_and_on_nothing_before():
     assert len(set(drawn.values())) == len(keys)
     for key in reversed(keys):  # in another order, after other draws
         assert draw(*key) == drawn[key]
+
+
+def test_seeds_are_manual_seeds_for_the_cpu_and_for_this_processs_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = [torch.Generator().manual_seed(0) for _ in range(3)]
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "default_generators", gpus)
+    drawn = draw(3, 7, 2)
+    seed = int(hash_words(RandomStream.DROPOUT, 3, 7, 2)[0]) >> 1
+    assert [each.initial_seed() for each in gpus] == [0, seed, 0]
+    monkeypatch.undo()
+    torch.manual_seed(seed)
+    assert tuple(torch.rand(4).tolist()) == drawn

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -18,7 +17,7 @@ from shardvit.pipeline.kernels import compiled_blocks
 from shardvit.pipeline.kernels.compiled_blocks import CompiledBlocks, compile_blocks, why_not_compiled
 from shardvit.pipeline.kernels.settle import settled_kernels
 from shardvit.pipeline.recipe.schema import Recipe
-from shardvit.pipeline.stage.dropout_masks import sample_words
+from shardvit.pipeline.stage.dropout_masks import sample_words, step_key
 from tests.model.comparing import randomise
 
 # Dynamo looks at it, and hides the warning from what prints it, not from what makes it an error.
@@ -57,8 +56,8 @@ def _model(recipe: Recipe) -> Any:
 
 def _step(model: Any, step: int, *, optimizer: torch.optim.Optimizer | None = None) -> Tensor:
     if words := words_of(model):
-        drawn = sample_words(0, step=step, sites=words.sites, places=np.arange(IMAGES))
-        words.give(torch.from_numpy(drawn), step_word=2**31 + step)
+        drawn = sample_words(step_key(0, step=step), sites=words.sites, places=torch.arange(IMAGES))
+        words.give(drawn, step_word=2**31 + step)
     images = torch.randn(IMAGES, 3, SIZE, SIZE, generator=torch.Generator().manual_seed(step))
     loss = model(images).square().mean()
     loss.backward()
@@ -170,7 +169,7 @@ def test_masked_patches_share_a_graph_too() -> None:
     compiled = compile_blocks(model, device=CPU)
     words = words_of(model)
     assert words is not None
-    words.give(torch.from_numpy(sample_words(0, step=0, sites=words.sites, places=np.arange(2))), step_word=1)
+    words.give(sample_words(0, sites=words.sites, places=torch.arange(2)), step_word=1)
     model(torch.randn(2, 3, SIZE, SIZE), torch.arange(16).repeat(2, 1), torch.zeros(2, 1, dtype=torch.int64))
     assert _graphs(compiled) == [("training", (2, 17, 32))]
 

@@ -1,20 +1,27 @@
 """Masks are a function of (seed, step, place in the global batch, site), and look random across each of them."""
 
+import dataclasses
+import hashlib
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from scipy.stats import chi2, chi2_contingency
 
 from shardvit.data_shards.loading.loader import Layout, TrainBatches
+from shardvit.data_shards.order.randomness import hash_words
+from shardvit.data_shards.vocabulary import RandomStream
+from shardvit.launch.bench.operations import Operations
 from shardvit.model.config import ModelConfig, Regularisation
 from shardvit.model.layers.dropout import SampleDropout, SampleDropPath, SamplePatchDropout, SampleWords
 from shardvit.model.vit import build_model
 from shardvit.pipeline.recipe.optimizer import Schedule
 from shardvit.pipeline.recipe.stage_plan import StagePlan
-from shardvit.pipeline.stage.dropout_masks import draw_masks, sample_words
+from shardvit.pipeline.stage.dropout_masks import draw_masks, sample_words, step_key
 
 GLOBAL_BATCH, RATE = 24, 0.3
 TOKENS, WIDTH = 13, 20
@@ -91,9 +98,9 @@ def test_places_are_the_loaders(world_size: int, accumulation: int) -> None:
 def _keep(*, seed: int = 1, step: int = 0, site: str = "blocks.0.mlp.drop1", places: int = 400) -> np.ndarray:
     """Which elements of each place are kept: bool [places, TOKENS * WIDTH]."""
     words = SampleWords()
-    drawn = sample_words(seed, step=step, sites=[site], places=np.arange(places))
-    words.give(torch.from_numpy(drawn), step_word=1000 * seed + step)
-    module = SampleDropout(RATE, words=words, site=0).train()
+    module = SampleDropout(RATE, words=words, name=site).train()
+    drawn = sample_words(step_key(seed, step=step), sites=words.sites, places=torch.arange(places))
+    words.give(drawn, step_word=1000 * seed + step)
     return (module(torch.ones(places, TOKENS, WIDTH)) != 0).flatten(1).numpy()
 
 
@@ -150,15 +157,17 @@ def test_no_pair_of_samples_has_masks_that_resemble_one_another() -> None:
 def test_stochastic_depth_and_patch_dropout_have_their_rates() -> None:
     count = 4000
     words = SampleWords()
-    words.give(torch.from_numpy(sample_words(3, step=7, sites=["a", "b"], places=np.arange(count))), step_word=11)
-    branch = SampleDropPath(RATE, words=words, site=0).train()(torch.ones(count, 2, 3))
+    path = SampleDropPath(RATE, words=words, name="a").train()
+    patch = SamplePatchDropout(0.5, num_prefix_tokens=1, words=words, name="b").train()
+    words.give(sample_words(step_key(3, step=7), sites=words.sites, places=torch.arange(count)), step_word=11)
+    branch = path(torch.ones(count, 2, 3))
     dropped = (branch == 0).all(dim=(1, 2))
     assert ((branch == 0).any(dim=(1, 2)) == dropped).all() and branch[~dropped] == pytest.approx(1 / (1 - RATE))
     assert dropped.double().mean().item() == pytest.approx(RATE, abs=4 * (RATE * (1 - RATE) / count) ** 0.5)
 
     patches, kept = 12, 6
     tokens = torch.arange(1 + patches)[None, :, None].expand(count, 1 + patches, 2)
-    left = SamplePatchDropout(0.5, num_prefix_tokens=1, words=words, site=1).train()(tokens)[:, 1:, 0].numpy() - 1
+    left = patch(tokens)[:, 1:, 0].numpy() - 1
     for place in (0, kept - 1):  # the first and the last that stays: each patch equally often
         counts = np.bincount(left[:, place], minlength=patches)
         assert chi2.sf(((counts - count / patches) ** 2 / (count / patches)).sum(), patches - 1) > RARE
@@ -169,9 +178,75 @@ def test_stochastic_depth_and_patch_dropout_have_their_rates() -> None:
 
 
 def test_words_do_not_depend_on_which_other_sites_and_places_are_asked_for() -> None:
-    all_words = sample_words(3, step=2, sites=["a", "b", "c"], places=np.arange(10))
-    assert all_words.shape == (3, 10, 2) and all_words.dtype == np.int32
-    assert np.array_equal(sample_words(3, step=2, sites=["c", "a"], places=np.arange(4, 7)), all_words[[2, 0], 4:7])
-    assert len(np.unique(all_words)) == all_words.size
+    key = step_key(3, step=2)
+    all_words = sample_words(key, sites=["a", "b", "c"], places=torch.arange(10))
+    assert all_words.shape == (3, 10, 2) and all_words.dtype == torch.int32
+    some = sample_words(key, sites=["c", "a"], places=torch.arange(4, 7))
+    assert torch.equal(some, all_words[[2, 0], 4:7]) and all_words.unique().numel() == all_words.numel()
     # Frozen: a run that continues must draw what it would have drawn.
-    assert sample_words(1, step=2, sites=["pos_drop"], places=np.array([3]))[0, 0].tolist() == [-985400652, -1396839248]
+    first = sample_words(step_key(1, step=2), sites=["pos_drop"], places=torch.tensor([3]))
+    assert first.tolist() == [[[-985400652, -1396839248]]]
+
+
+@given(st.integers(0, 2**40), st.integers(0, 2**40), st.integers(0, 2**31), st.lists(st.text(), min_size=1))
+def test_words_drawn_on_the_device_are_the_hosts_hash(seed: int, step: int, place: int, sites: list[str]) -> None:
+    digests = [hashlib.blake2b(site.encode(), digest_size=8).digest() for site in sites]
+    numbers = np.array([int.from_bytes(each, "little") for each in digests], dtype=np.uint64)[:, None]
+    hashed = hash_words(RandomStream.DROPOUT_BY_SAMPLE, seed, step, numbers, np.arange(place, place + 3))
+    drawn = sample_words(step_key(seed, step=step), sites=sites, places=torch.arange(place, place + 3))
+    assert np.array_equal(drawn.numpy(), hashed.astype("<u8")[..., None].view("<i4"))
+
+
+def _model(depth: int, *, dropout: float, stochastic_depth: float) -> Any:
+    by = Regularisation(dropout, stochastic_depth, masks="sample")
+    config = ModelConfig(width=16, depth=depth, heads=2, patch_size=4)
+    return build_model(config, image_size=16, num_classes=2, head="linear", regularisation=by).train()
+
+
+def _step(depth: int, *, images: int, rate: float, steps: int = 2, **to: Any) -> list[Operations]:
+    """Operations of drawing, forward and backward pass in the last of some steps."""
+    model = _model(depth, dropout=rate, stochastic_depth=rate).to(**to)
+    weights = next(model.parameters())
+    engine: Any = SimpleNamespace(module=model, device=weights.device)
+    plan = dataclasses.replace(_plan(1, GLOBAL_BATCH), micro_batch_size=images)
+    pixels = torch.randn(images, 3, 16, 16).to(weights)
+    counts: list[Operations] = []
+    for step in range(steps):
+        drawing, forward, backward = counts = [Operations() for _ in range(3)]
+        with drawing:
+            draw_masks(engine, plan=plan, step=step, place=0)
+        with forward:
+            loss = model(pixels).square().mean()
+        with backward:
+            loss.backward()
+    return counts
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_uncompiled_block_has_five_operations_more_forwards_and_backwards(dtype: torch.dtype) -> None:
+    """Three dropouts and two branches, however many images there are; drawing does not depend on the depth either."""
+
+    def more(depth: int, *, images: int) -> list[int]:
+        with_masks, plain = (_step(depth, images=images, rate=rate, dtype=dtype) for rate in (0.2, 0.0))
+        return [ours.total - theirs.total for ours, theirs in zip(with_masks, plain, strict=True)]
+
+    shallow, deep = more(2, images=3), more(4, images=3)
+    assert more(4, images=24) == deep
+    assert deep[0] == shallow[0] <= 35
+    assert [(b - a) / 2 for a, b in zip(shallow[1:], deep[1:], strict=True)] == [5, 5]
+    assert deep[1] - 5 * 4 <= 30 and deep[2] - 5 * 4 == 1  # T of two sizes; dropout before the blocks
+
+
+def test_the_host_waits_for_no_gpu_after_the_first_step() -> None:
+    """`meta` stands for a GPU: no copy to it, and nothing is read from it."""
+    assert [each.num_waits for each in _step(2, images=3, rate=0.2, device="meta")] == [0, 0, 0]
+    assert _step(2, images=3, rate=0.2, device="meta", steps=1)[0].num_waits > 0  # it can fail
+
+
+def test_no_module_is_walked_in_a_step(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def walked(*_: Any) -> Any:
+        raise AssertionError
+
+    for name in ("modules", "named_modules", "children", "named_children"):
+        monkeypatch.setattr(torch.nn.Module, name, walked)
+    draw_masks(engine, plan=_plan(1, 8), step=1, place=0)
