@@ -11,7 +11,7 @@ N parameters, n processes, w bytes per weight in the forward pass (2, or 4 in fp
                  rests there       gradients            buckets  gathered  in the step, gradients included
     ZeRO 0       wN + 12N          wN, always there     -        -         wN + 4N
     ZeRO 0 fp32  4N + 8N           4N, always there     -        -         4N
-    ZeRO 1       wN + 12N/n        wN/n; wN + wN/n (*)  3b; b(*) -         wN/n + 4N/n; fp32: 4N/n
+    ZeRO 1       wN + 12N/n        wN/n; wN + wN/n (*)  3b; 2b(*)         wN/n + 4N/n; fp32: 4N/n
     ZeRO 2       wN + 12N/n        wN/n; (w + 4)N/n (*) 3b       -         the same; 4N/n (*)
        at once   wN + 12N/n        wN; ZeRO 2: + 4N/n (*)  -     -         2wN, or as above if that is more
        DeepSpeed wN + 12N/n        wN/n; ZeRO 1 wN, ZeRO 2 2wN/n (*)  3b   2wN/n + 4N/n; fp32: 8N/n
@@ -134,12 +134,12 @@ def state_of(
         held = State(sharded, masters_and_moments, sharded, sharded, step + bucket, bucket, gathered)
     elif takes_flat_step(engine):
         summed = MASTER_BYTES * share if accumulates and zero_stage == 2 else 0
-        early = whole if accumulates and zero_stage == 1 else summed
+        left = whole if accumulates and zero_stage == 1 else summed  # by earlier micro-batches
         step = summed or step - sharded
         if not overlaps(engine, world_size=plan.world_size):
-            return State(whole, masters_and_moments, whole + summed, early, step=max(2 * whole + summed, step))
-        bucket = min(bucket, whole)
-        return State(whole, masters_and_moments, early + sharded, early, step, bucket if early == whole else 3 * bucket)
+            return State(whole, masters_and_moments, whole + summed, left, step=max(2 * whole + summed, step))
+        gradients, buckets = left + sharded, min(bucket, whole) * (2 if left == whole else 3)
+        return State(whole, masters_and_moments, gradients, gradients, step, buckets)
     else:
         gradients, early = sharded, 0
         if accumulates:

@@ -31,7 +31,7 @@ from shardvit.pipeline.ranks.place import Place
 from shardvit.pipeline.recipe.schema import Recipe
 from tests.pipeline.budget.planning import recipe, stage_plan
 
-BUCKET_ELEMENTS = 40_000
+BUCKET_ELEMENTS = 50_000  # a block
 WHOLE_ELEMENTS = 500  # of parameters that ZeRO 3 does not shard
 SIZE, IMAGES, CLASSES = 8, 2, 10
 MODEL = {"width": 64, "depth": 12, "heads": 2, "patch_size": 4}
