@@ -1,6 +1,7 @@
 """Saving in the background and standing still: what is written, and when it is visible."""
 
 import errno
+import json
 import threading
 import time
 from collections.abc import Callable
@@ -30,6 +31,7 @@ from tests.saving import (
     state_at,
     steps,
 )
+from tests.workers import run_ranks
 
 MODES = ("background", "blocking")
 
@@ -206,6 +208,16 @@ def test_what_a_step_said_before_a_phase_began_does_not_end_it(tmp_path: Path):
     assert steps(tmp_path) == [5, 10]
     assert one.poll(12, others="done") and one._committing is None
     one.finish()
+
+
+def test_a_save_in_flight_exchanges_nothing_beside_the_steps_own_message(tmp_path: Path):
+    """By two real processes. The writer is let on in step 8, so step 9 says "done", read after step 10, when the commit
+    begins; step 11 or 12 says that it is over."""
+    run_ranks(Path(__file__).with_name("saving_worker.py"), tmp_path, world_size=2)
+    first, second = (json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in (0, 1))
+    assert first == second and [saved for saved, _ in first] == [4, 20]
+    assert first[0][1] in (12, 13) and first[1][1] == 20
+    assert steps(tmp_path / "checkpoints") == [4, 20]
 
 
 @pytest.mark.parametrize("disk", ["slow", "failing"])
