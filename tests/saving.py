@@ -100,7 +100,7 @@ class ThreadRanks:
 
 
 class Steps:
-    """Calls `poll` as the loop does: each step's message says whether a rank is busy, and is read after the next one."""
+    """Calls `poll` as the loop does: a step says whether a rank is busy, which is read after the next one."""
 
     def __init__(self, saver: CheckpointSaver, ranks: Any, *, after: int) -> None:
         self.step, self._saver, self._ranks = after, saver, ranks

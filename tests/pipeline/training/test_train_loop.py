@@ -85,7 +85,7 @@ def test_a_save_in_flight_is_looked_after_in_every_step_and_told_what_the_step_b
     send, polled = whole.engine.step, list[tuple[int, str]]()
 
     def step(*, flags: Any, **how: Any) -> Any:
-        return send(flags=flags[:2] + (next(sent),), **how)  # what all ranks said
+        return send(flags=(*flags[:2], next(sent)), **how)  # what all ranks said
 
     whole.engine.step = step
     whole.saver.poll = lambda step, *, others: polled.append((step, others))
