@@ -97,7 +97,7 @@ class SaveHooks:
 
 
 class CheckpointSaver:
-    """Saves a stage's state under `root`; `save`, `poll` and `finish` are collective. `stall_seconds` is how long this
+    """Saves a stage's state under `root`; all methods but `close` are collective. `stall_seconds` is how long this
     process's training waited for saves, without a GPU stream's waits."""
 
     def __init__(
@@ -125,6 +125,21 @@ class CheckpointSaver:
         self._warned_of_memory = False
         self._buffer = HostBuffer(engine.device)
         self._pruning: _Beside | None = None
+
+    def prepare(self, num_bytes: int) -> None:
+        """Page-lock host memory for background saves of about `num_bytes` of this rank, before the first step rather
+        than beside a later one; collective."""
+        mine = _Needs(platform.node(), 0, num_bytes, spare_host_bytes(), free_bytes=0, problem=None)
+        if self._mode == "blocking" or not self._memory_holds(self._ranks.gather_objects(mine)):
+            return
+        with contextlib.suppress(MemoryError):  # the first save will say so
+            self._buffer.reserve(num_bytes)
+        hosts = self._ranks.gather_objects(mine.host if self._buffer.is_refused else "")
+        if refused := sorted({*hosts} - {""}):
+            self._hooks.say(
+                f"CUDA does not page-lock memory for a checkpoint's copy on {', '.join(refused)} (ulimit -l?): after "
+                f"each save a step waits for the copy of {show_bytes(num_bytes)}"
+            )
 
     def save(self, state: TrainState) -> None:
         """Save `state` and the engine's, after finishing a save in flight. UserError if the disk is full or cannot be

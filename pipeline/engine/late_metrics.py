@@ -1,8 +1,8 @@
 """Bring each step's numbers to the host one step later, so that no step waits for its own.
 
-A GPU copies them to pinned memory and records an event; they are read once the next step is queued. Until then the host
-sleeps: spinning would take a core from the data workers, and the GPU has a step to do. All ranks hand out the same steps
-at the same point, however fast their device is.
+A GPU copies them to pinned memory and records an event; they are read once the next step is queued. Meanwhile the host
+sleeps: spinning would take a core from the data workers, and the GPU has a step to do. All ranks hand out the same
+steps at the same point, however fast their device is.
 """
 
 import math

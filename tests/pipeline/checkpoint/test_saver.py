@@ -16,7 +16,7 @@ from shardvit.pipeline.checkpoint import store as checkpoint
 from shardvit.pipeline.checkpoint.saver import SaveFailed
 from shardvit.pipeline.checkpoint.store import Retention, damage_of
 from shardvit.pipeline.checkpoint.train_state import TrainState
-from shardvit.pipeline.engine.saved_state.host_copy import HostCopy, copy_bytes
+from shardvit.pipeline.engine.saved_state.host_copy import HostBuffer, HostCopy, copy_bytes
 from shardvit.pipeline.engine.saved_state.state_files import StateFile, write_file
 from tests.saving import (
     Gate,
@@ -330,6 +330,43 @@ def test_without_memory_for_the_copies_of_all_ranks_of_a_host_it_stands_still_an
         assert all("written while training stands still" in line and "memory" in line for line in said)
         assert steps(root) == [1, 2] and damage_of(root / "step-00000002") == ""
         monkeypatch.setattr(HostCopy, "run", run)
+
+
+def test_memory_is_prepared_once_and_a_hosts_refusal_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A stand-in for CUDA refuses rank 1; the first save finds the memory as it is."""
+    said: list[str] = []
+
+    def lock(buffer: HostBuffer, num_bytes: int) -> None:
+        buffer.is_refused = threading.current_thread().name == "1"
+
+    monkeypatch.setattr(HostBuffer, "_page_lock", lock)
+
+    def prepare(ranks: Any) -> bool:
+        threading.current_thread().name = str(ranks.place.rank)
+        engine, mine = TensorEngine(1.5, rank=ranks.place.rank), list[str]()
+        one = saver_of(tmp_path, ranks=ranks, engine=engine, mode="background", said=mine)
+        one._buffer.device = torch.device("cuda")
+        one.prepare(copy_bytes(engine.snapshot()))
+        said.extend(mine)
+        place = one._buffer._bytes.data_ptr()
+        one._buffer.device = engine.device
+        one.save(state_at(3))
+        one.finish()
+        return one._buffer._bytes.data_ptr() == place and one._buffer.is_refused == (ranks.place.rank == 1)
+
+    assert on_ranks(2, prepare) == [True, True] and steps(tmp_path) == [3]
+    assert len(said) == 2 and all("page-lock" in line for line in said)  # a line goes to rank 0's screen only
+
+
+@pytest.mark.parametrize("lacking", ["memory", "background"])
+def test_nothing_is_prepared_where_nothing_will_be_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lacking: str
+):
+    monkeypatch.setattr(saver, "spare_host_bytes", lambda: 10 if lacking == "memory" else 1 << 40)
+    mode = "blocking" if lacking == "background" else "background"
+    one = saver_of(tmp_path, ranks=one_rank(), engine=TensorEngine(1.5), mode=mode)
+    one.prepare(1 << 20)
+    assert one._buffer.num_bytes == 0
 
 
 def test_what_is_safe_is_told_before_old_checkpoints_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

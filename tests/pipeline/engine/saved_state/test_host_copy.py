@@ -147,17 +147,17 @@ class Cudart:
         monkeypatch.setattr(host_copy, "_forget_last_error", self._forget)
         monkeypatch.setattr(host_copy, "_PIECE_BYTES", 1 << 16)
 
-    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:  # noqa: N802 - CUDA's names
+    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
         self.calls += 1
         if self.calls >= self.refuses:
             return 2
-        assert flags == 1 and not any(
-            address < end and begin < address + num_bytes for begin, end in self.pages()
-        ), "CUDA refuses to lock a page twice"
+        assert flags == 1 and not any(address < end and begin < address + num_bytes for begin, end in self.pages()), (
+            "CUDA refuses to lock a page twice"
+        )
         self.locked[address] = num_bytes
         return 0
 
-    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+    def cudaHostUnregister(self, address: int) -> int:
         del self.locked[address]
         return 0
 
@@ -213,7 +213,7 @@ def test_no_copy_spans_two_locked_pieces(monkeypatch: pytest.MonkeyPatch):
     places = [(target.data_ptr() - begin, target.nbytes()) for _, target in parts if target.nbytes()]
     assert len(places) > 5 and all(first // 4096 == (first + size - 1) // 4096 for first, size in places)
     assert all(source.nbytes() == target.nbytes() for source, target in parts)
-    assert [loaded(file) for file in copying.run()[1:2]][0][1] == 0.5
+    assert loaded(copying.run()[1])[1] == 0.5
 
 
 @pytest.mark.gpu
