@@ -79,8 +79,7 @@ class Kept:
             self.labels.append((tally.answers.true if task.label_kind == "single" else batch.labels).clone())
             self.top.append(tally.answers.top.clone())
             self.probabilities.append(tally.answers.probabilities.clone())
-        leaving = None if self.scores is None else _leaving(outputs.t().contiguous())
-        last = _wait_for(self.columns[-1].device), leaving
+        last = _leaving(None if self.scores is None else outputs.t().contiguous(), device=outputs.device)
         self.settle()
         self._last = last
 
@@ -92,20 +91,15 @@ class Kept:
             self.scores.add(by_class)
 
 
-def _leaving(scores: torch.Tensor) -> torch.Tensor:
-    """Start copying to the host."""
-    if scores.device.type == "cpu":
-        return scores
-    return torch.empty(scores.shape, pin_memory=True).copy_(scores, non_blocking=True)
-
-
-def _wait_for(device: torch.device) -> Callable[[], object]:
-    """Return a function that waits for the device's work so far, asleep."""
+def _leaving(scores: torch.Tensor | None, *, device: torch.device) -> tuple[Callable[[], object], torch.Tensor | None]:
+    """Start copying to the host. Returns a wait for the device's work so far, asleep, and where the scores arrive."""
     if device.type != "cuda":
-        return bool
+        return bool, scores
+    if scores is not None:
+        scores = torch.empty(scores.shape, pin_memory=True).copy_(scores, non_blocking=True)
     done = torch.cuda.Event(blocking=True)
     done.record()
-    return done.synchronize
+    return done.synchronize, scores
 
 
 def evaluate(

@@ -5,7 +5,6 @@ Batches are views of one buffer each, as some loaders pack them: whatever shares
 
 import errno
 import io
-import itertools
 import tempfile
 import weakref
 from collections.abc import Iterator
@@ -109,22 +108,18 @@ class LateDevice:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self.begun, self.waited = itertools.count(), list[int]()
+        self.waited = list[int]()
         monkeypatch.setattr(module, "_leaving", self._leaving)
-        monkeypatch.setattr(module, "_wait_for", self._wait_for)
 
-    def _leaving(self, scores: torch.Tensor) -> torch.Tensor:
-        self.copies.append((torch.full_like(scores, 1e9), scores.clone()))
-        return self.copies[-1][0]
-
-    def _wait_for(self, device: torch.device) -> Any:
-        number = next(self.begun)
+    def _leaving(self, scores: torch.Tensor, *, device: torch.device) -> tuple[Any, torch.Tensor]:
+        late, number = torch.full_like(scores, 1e9), len(self.copies)
+        self.copies.append((late, scores.clone()))
 
         def wait() -> None:
             self.waited.append(number)
-            self.copies[number][0].copy_(self.copies[number][1])
+            late.copy_(self.copies[number][1])
 
-        return wait
+        return wait, late
 
 
 def test_the_host_waits_for_the_batch_before_and_scores_are_read_when_they_have_arrived(

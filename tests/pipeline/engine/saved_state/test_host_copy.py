@@ -174,8 +174,9 @@ CUDA = torch.device("cuda", 0)
 def test_memory_is_locked_in_pieces_once_for_all_saves_and_let_go(monkeypatch: pytest.MonkeyPatch):
     cudart, buffer = Cudart(monkeypatch), HostBuffer(CUDA)
     needed = (1 << 20) + 300
+    begin = buffer.reserve(needed).data_ptr()
     for _ in range(2):
-        begin = buffer.reserve(needed).data_ptr()
+        assert buffer.reserve(needed).data_ptr() == begin
         assert cudart.calls == 17 and max(cudart.locked.values()) == 1 << 16
         locked = sorted(cudart.locked.items())
         assert locked[0][0] == begin  # and on without a gap
