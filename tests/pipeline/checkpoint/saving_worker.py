@@ -1,7 +1,7 @@
 """One rank of a training that saves in the background: loop, saver and messages are real, the engine is not.
 
 Started by test_save_in_flight.py as `python saving_worker.py OUT RANK WORLD_SIZE`. A save asked for on rank 1 begins
-after step 4; rank 1's writer is held back until step 8. After steps 6 and 7 any exchange on the host's group would fail.
+after step 4; rank 1's writer is held back until step 8. After steps 6 and 7 any exchange on the host's group fails.
 """
 
 import itertools
