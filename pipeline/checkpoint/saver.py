@@ -128,7 +128,7 @@ class CheckpointSaver:
 
     def prepare(self, num_bytes: int) -> None:
         """Page-lock host memory for background saves of about `num_bytes` of this rank, before the first step rather
-        than beside a later one; collective."""
+        than beside a later one."""
         mine = _Needs(platform.node(), 0, num_bytes, spare_host_bytes(), free_bytes=0, problem=None)
         if self._mode == "blocking" or not self._memory_holds(self._ranks.gather_objects(mine)):
             return
@@ -137,8 +137,8 @@ class CheckpointSaver:
         hosts = self._ranks.gather_objects(mine.host if self._buffer.is_refused else "")
         if refused := sorted({*hosts} - {""}):
             self._hooks.say(
-                f"CUDA does not page-lock memory for a checkpoint's copy on {', '.join(refused)} (ulimit -l?): after "
-                f"each save a step waits for the copy of {show_bytes(num_bytes)}"
+                f"CUDA does not page-lock memory for a checkpoint's copy on {', '.join(refused)}: after each save a "
+                f"step waits until {show_bytes(num_bytes)} are copied"
             )
 
     def save(self, state: TrainState) -> None:

@@ -29,13 +29,7 @@ from shardvit.pipeline.ranks.watch import Watch
 from shardvit.pipeline.recipe.io import dump_recipe
 from shardvit.pipeline.recipe.schema import EngineConfig
 from shardvit.pipeline.recipe.stage import TrainStage
-from shardvit.pipeline.recipe.vocabulary import (
-    CORRUPT_SAMPLES_FILE,
-    MASTER_BYTES,
-    METRICS_FILE,
-    WEIGHT_BYTES,
-    WeightsKind,
-)
+from shardvit.pipeline.recipe.vocabulary import CORRUPT_SAMPLES_FILE, MASTER_BYTES, METRICS_FILE, WeightsKind
 from shardvit.pipeline.report.best import best_results, describe_best
 from shardvit.pipeline.report.reporter import Report
 from shardvit.pipeline.runs.logs import iter_metrics
@@ -214,8 +208,7 @@ def _copied_bytes(stage: Stage, engine: Engine, *, place: Place) -> int:
         zero_stage=config.zero_stage,
         processes=place.world_size,
     )
-    frozen = counts[False] * (WEIGHT_BYTES[config.precision] + MASTER_BYTES)
-    return first + frozen if place.is_main else other
+    return first + MASTER_BYTES * counts[False] if place.is_main else other
 
 
 def judged_by(config: TrainStage, *, task: Task) -> str:
