@@ -139,6 +139,27 @@ def test_the_host_waits_for_the_batch_before_and_scores_are_read_when_they_have_
     assert torch.equal(kept.scores.read(0, count=CLASSES), expected)
 
 
+def test_a_gpu_is_waited_for_asleep(monkeypatch: pytest.MonkeyPatch):
+    """An event that is not "blocking" is waited for by a core that does nothing else."""
+    calls: list[str] = []
+
+    class Event:
+        def __init__(self, *, blocking: bool) -> None:
+            assert blocking
+
+        def record(self) -> None:
+            calls.append("recorded")
+
+        def synchronize(self) -> None:
+            calls.append("waited")
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    wait, scores = module._leaving(None, device=torch.device("cuda"))
+    assert calls == ["recorded"] and scores is None
+    wait()
+    assert calls == ["recorded", "waited"]
+
+
 @pytest.mark.parametrize("in_memory", [1 << 20, 500, 0])
 def test_scores_in_memory_and_in_a_file_read_the_same(monkeypatch: pytest.MonkeyPatch, in_memory: int):
     monkeypatch.setattr(score_file, "_IN_MEMORY_BYTES", in_memory or 1)
