@@ -119,7 +119,7 @@ def job(*, patch_dropout: float, first_step: int) -> tuple[Any, list[tuple[str, 
         task=task,
         engine=engine,
         evaluate=lambda step: evaluate([batch], task=task, ranks=ranks, faults=faults).metrics,
-        saver=SimpleNamespace(stall_seconds=0.0, **quiet("save", "poll", "finish")),  # pyright: ignore[reportArgumentType]
+        saver=SimpleNamespace(stall_seconds=0.0, is_busy=False, **quiet("save", "poll", "finish")),  # pyright: ignore[reportArgumentType]
         faults=faults,
         report=report,
         ranks=ranks,
@@ -134,7 +134,8 @@ def saving(*, kind: type[Requests], save_steps: int) -> tuple[Any, list[str]]:
     whole, _ = job(patch_dropout=0.0, first_step=0)
     saver: Any = SimpleNamespace(
         stall_seconds=0.0,
-        poll=lambda: None,
+        is_busy=False,
+        poll=lambda step, *, others: None,
         save=lambda state: calls.append(f"save {state.step}"),
         finish=lambda: calls.append("finish"),
     )

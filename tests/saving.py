@@ -84,7 +84,6 @@ class ThreadRanks:
 
     def __init__(self, place: Place, *, barrier: threading.Barrier, board: list[object]) -> None:
         self.place, self._barrier, self._board = place, barrier, board
-        self.asked = 0
 
     def barrier(self) -> None:
         self._barrier.wait(timeout=240)
@@ -99,10 +98,19 @@ class ThreadRanks:
     def from_main(self, value: object) -> object:
         return self.gather_objects(value)[0]
 
-    def start_any(self, *flags: bool) -> Callable[[], tuple[bool, ...]]:
-        self.asked += 1
-        everyone = self.gather_objects(flags)
-        return lambda: tuple(any(column) for column in zip(*everyone, strict=True))
+
+class Steps:
+    """Calls `poll` as the loop does: a step says whether a rank is busy, which is read after the next one."""
+
+    def __init__(self, saver: CheckpointSaver, ranks: Any, *, after: int) -> None:
+        self.step, self._saver, self._ranks = after, saver, ranks
+        self._sent: Literal["busy", "done"] = "done"
+
+    def __call__(self) -> bool:
+        self.step += 1
+        others = self._sent
+        self._sent = "busy" if any(self._ranks.gather_objects(self._saver.is_busy)) else "done"
+        return self._saver.poll(self.step, others=others)
 
 
 def one_rank() -> ThreadRanks:

@@ -5,11 +5,12 @@ one after the other; the files they open give the bytes that 1,024 ranks would r
 """
 
 import io
+import itertools
 import os
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -106,9 +107,6 @@ class _OneRank:
     def gather_objects(self, value: Any) -> list[Any]:
         return [value]
 
-    def start_any(self, *flags: bool) -> Callable[[], tuple[bool, ...]]:
-        return lambda: flags
-
 
 @dataclass
 class _Engine:
@@ -140,8 +138,9 @@ def saves(*, files: int) -> Seen:
             with watched() as during:
                 saver.save(TrainState(step=step))
                 begun = Counter(during.on_main)
-                while len(committed) < step:
-                    saver.poll()
+                for later in itertools.count(step + 2):
+                    if not saver.poll(later, others="busy" if saver.is_busy else "done"):
+                        break
                 saver.finish()
             seen.operations += during.operations - begun
             seen.on_main += during.on_main - begun

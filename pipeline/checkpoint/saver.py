@@ -1,10 +1,10 @@
 """Save checkpoints, in the background or blocking.
 
 In a background save a thread of each rank copies the state to host memory during the next forward and backward pass
-(`host_copy`), then writes it. One tiny all-reduce a step tells the main threads when all have; then a thread of rank 0
-commits and another prunes. A save due earlier waits for them. Without host memory for the copy, the save blocks instead
-and says so once. A full or failing disk on any rank ends the save on all with the same error and removes its files;
-earlier checkpoints stay. `state_files` writes and verifies, `store` commits.
+(`host_copy`), then writes it. Each step's message says whether any is still at it (`is_busy`), so a save costs a step
+nothing; then a thread of rank 0 commits and another prunes. A save due earlier waits for them. Without host memory for
+the copy, the save blocks instead and says so once. A full or failing disk on any rank ends the save on all with the
+same error and removes its files; earlier checkpoints stay. `state_files` writes and verifies, `store` commits.
 """
 
 from __future__ import annotations
@@ -121,10 +121,25 @@ class CheckpointSaver:
         self._hooks = hooks
         self._writing: _Writing | None = None
         self._committing: _Beside | None = None  # commits what `_writing` wrote
-        self._pending: Callable[[], tuple[bool, ...]] | None = None
+        self._phase_step = 0  # after which what is in flight began to be written, or committed
         self._warned_of_memory = False
         self._buffer = HostBuffer(engine.device)
         self._pruning: _Beside | None = None
+
+    def prepare(self, num_bytes: int) -> None:
+        """Page-lock host memory for background saves of about `num_bytes` of this rank, before the first step rather
+        than beside a later one."""
+        mine = _Needs(platform.node(), 0, num_bytes, spare_host_bytes(), free_bytes=0, problem=None)
+        if self._mode == "blocking" or not self._memory_holds(self._ranks.gather_objects(mine)):
+            return
+        with contextlib.suppress(MemoryError):  # the first save will say so
+            self._buffer.reserve(num_bytes)
+        hosts = self._ranks.gather_objects(mine.host if self._buffer.is_refused else "")
+        if refused := sorted({*hosts} - {""}):
+            self._hooks.say(
+                f"CUDA does not page-lock memory for a checkpoint's copy on {', '.join(refused)}: after each save a "
+                f"step waits until {show_bytes(num_bytes)} are copied"
+            )
 
     def save(self, state: TrainState) -> None:
         """Save `state` and the engine's, after finishing a save in flight. UserError if the disk is full or cannot be
@@ -156,24 +171,25 @@ class CheckpointSaver:
             copy_of = HostCopy(files, buffer=self._buffer) if background else files
             self._writing = _Writing(beside_of(self._root, state.step), files=copy_of, state=state)
             self._writing.start()
+            self._phase_step = state.step
             if isinstance(copy_of, HostCopy):
                 self._engine.hold.set(partial(self._wait_for, copy_of))
             else:
                 self._finish()
 
-    def poll(self) -> bool:
-        """Advance the save in flight once all ranks finished its current phase; call once a step. Returns True, on all
-        ranks alike, while one is in flight. Raises as `save`."""
-        if self._writing is None:
-            return False
-        with self._counting_stall():
-            if self._pending is not None:  # asked a step ago, so the answer is there
-                (busy,) = self._pending()
-                self._pending = None
-                if not busy:
-                    self._go_on()
-            if self._writing is not None:
-                self._pending = self._ranks.start_any((self._committing or self._writing).is_alive())
+    @property
+    def is_busy(self) -> bool:
+        """True while this rank's part of the current phase of a save is unfinished."""
+        phase = self._committing or self._writing
+        return phase is not None and phase.is_alive()
+
+    def poll(self, step: int, *, others: Literal["busy", "done"]) -> bool:
+        """Advance the save in flight; call after each step. `others`: whether any rank's `is_busy` was true when the
+        step before was sent. Returns True, on all ranks alike, while a save is in flight. Raises as `save`."""
+        if self._writing is not None and others == "done" and step - 1 > self._phase_step:  # else of an earlier phase
+            with self._counting_stall():
+                self._go_on()
+                self._phase_step = step
         return self._writing is not None
 
     def finish(self) -> None:
@@ -196,9 +212,6 @@ class CheckpointSaver:
             copy_of.wait()
 
     def _finish(self) -> None:
-        if self._pending is not None:
-            self._pending()
-            self._pending = None
         while self._writing is not None:
             self._go_on()
         if self._pruning is not None:

@@ -1,7 +1,8 @@
 """Bring each step's numbers to the host one step later, so that no step waits for its own.
 
-A GPU copies them to pinned memory and records an event; they are read once the next step is queued. All ranks hand out
-the same steps at the same point, however fast their device is.
+A GPU copies them to pinned memory and records an event; they are read once the next step is queued. Meanwhile the host
+sleeps: spinning would take a core from the data workers, and the GPU has a step to do. All ranks hand out the same
+steps at the same point, however fast their device is.
 """
 
 import math
@@ -33,7 +34,7 @@ class LateMetrics:
         self.grad_norm = math.nan
         on_gpu = device.type == "cuda"
         self._slots: list[torch.Tensor] = []  # allocated at the first `put`
-        self._events = [torch.cuda.Event() for _ in range(_SLOTS)] if on_gpu else None
+        self._events = [torch.cuda.Event(blocking=True) for _ in range(_SLOTS)] if on_gpu else None
         self._pending: deque[int] = deque()
 
     def put(self, step: int, numbers: torch.Tensor) -> None:

@@ -1,9 +1,11 @@
 """Evaluate a model on a held-out set: every sample exactly once, at any world size; collective.
 
-Loss, rank of the true class and confidence of each image stay on the device until the end, when the host waits once.
-The ranks then exchange 72 bytes an image (3.6 MB for 50,000) and sort them in set order; batches hold the same samples
-at any world size (`EvalBatches`), so counts and sums are bit-identical. Mean average precision exchanges all scores, a
-few classes at a time; keys and top five are exchanged for 128 images.
+Loss, rank of the true class, confidence and top five of each image stay on the device until the end: 132 bytes (6.6 MB
+for 50,000), copies that keep no batch alive. The host waits for the batch before the last one, asleep, so the device is
+never idle and holds two batches. The ranks then exchange 72 bytes an image and sort them in set order; batches hold the
+same samples at any world size (`EvalBatches`), so counts and sums are bit-identical. Mean average precision needs all
+scores: they leave the device batch by batch (`score_file`) and are exchanged a few classes at a time, 64 MiB of them
+(held four times over). Keys and top five are exchanged for 128 images.
 """
 
 import math
@@ -19,6 +21,7 @@ import torch
 from shardvit.data_shards.loading.batch import Batch
 from shardvit.pipeline.evaluation import scores
 from shardvit.pipeline.evaluation.own_metrics import OwnMetrics
+from shardvit.pipeline.evaluation.score_file import ScoreFile
 from shardvit.pipeline.evaluation.scores import Answered, average_precision
 from shardvit.pipeline.ranks.place import Place
 from shardvit.pipeline.recipe.vocabulary import OWN_SET, EvalMetric, WeightsKind
@@ -63,19 +66,40 @@ class Kept:
     labels: list[torch.Tensor] = field(default_factory=list)
     top: list[torch.Tensor] = field(default_factory=list)
     probabilities: list[torch.Tensor] = field(default_factory=list)
-    scores: list[torch.Tensor] = field(default_factory=list)  # float32 [rows, C], for mean average precision
+    scores: ScoreFile | None = None  # on the host, for mean average precision
+    _last: tuple[Callable[[], object], torch.Tensor | None] = bool, None  # the last batch: a wait, its scores by class
 
-    def add(self, batch: Batch, tally: Tally, *, task: Task, scores: torch.Tensor | None) -> None:
+    def add(self, batch: Batch, tally: Tally, *, task: Task, outputs: torch.Tensor) -> None:
+        """Add a batch and wait for the one before. Copies: a view would keep all of its batch's memory."""
         self.samples.append(torch.where(batch.counted, batch.samples, -1))
         self.columns.append(_columns(tally))
         if tally.answers is not None and isinstance(task, Classification):
             self.keys += batch.keys
             # An own task's classes need not be those of the shards.
-            self.labels.append(tally.answers.true if task.label_kind == "single" else batch.labels)
-            self.top.append(tally.answers.top)
-            self.probabilities.append(tally.answers.probabilities)
-        if scores is not None:
-            self.scores.append(scores)
+            self.labels.append((tally.answers.true if task.label_kind == "single" else batch.labels).clone())
+            self.top.append(tally.answers.top.clone())
+            self.probabilities.append(tally.answers.probabilities.clone())
+        last = _leaving(None if self.scores is None else outputs.t().contiguous(), device=outputs.device)
+        self.settle()
+        self._last = last
+
+    def settle(self) -> None:
+        """Wait for the last batch, and keep its scores."""
+        (wait, by_class), self._last = self._last, (bool, None)
+        wait()
+        if self.scores is not None and by_class is not None:
+            self.scores.add(by_class)
+
+
+def _leaving(scores: torch.Tensor | None, *, device: torch.device) -> tuple[Callable[[], object], torch.Tensor | None]:
+    """Start copying to the host. Returns a wait for the device's work so far, asleep, and where the scores arrive."""
+    if device.type != "cuda":
+        return bool, scores
+    if scores is not None:
+        scores = torch.empty(scores.shape, pin_memory=True).copy_(scores, non_blocking=True)
+    done = torch.cuda.Event(blocking=True)
+    done.record()
+    return done.synchronize, scores
 
 
 def evaluate(
@@ -137,8 +161,8 @@ def run_model(
     own: OwnMetrics | None = None,
     progress: Callable[[], None] = lambda: None,
 ) -> Kept:
-    """Run this rank's forward passes without waiting for the device. `use` names the set in `faults`."""
-    kept, engine = Kept(), task.engine
+    """Run this rank's forward passes, a batch ahead of the device. `use` names the set in `faults`."""
+    kept, engine = Kept(scores=ScoreFile() if keeps == "scores" else None), task.engine
     engine.module.eval()
     for batch in batches:
         progress()
@@ -146,9 +170,11 @@ def run_model(
         example = task.example(batch, use="eval")
         outputs = engine.predict(*example.inputs).float()
         tally = task.tally(outputs, example.targets)
-        kept.add(batch, tally, task=task, scores=outputs if keeps == "scores" else None)
         if own is not None:
             own.update(batch, outputs, example.targets)
+        kept.add(batch, tally, task=task, outputs=outputs)
+        del example, outputs, tally  # before the next batch takes memory
+    kept.settle()
     engine.module.train()
     return kept
 
@@ -197,10 +223,10 @@ class _Gathered:
         mine, place = self.mine, self.ranks.place
         found = torch.zeros(num_classes, dtype=torch.float64)
         width = max(1, _CHUNK_BYTES // (16 * len(mine) * place.world_size))
-        every = torch.cat(self.kept.scores)
+        assert self.kept.scores is not None
         for first in range(0, num_classes, width):
             number = min(width, num_classes - first)
-            part = every[:, first : first + number].double().cpu()
+            part = self.kept.scores.read(first, count=number).double()
             has = torch.stack([(labels == first + at).any(dim=1) for at in range(number)], dim=1).double()
             rows = self.ranks.gather(torch.cat([mine[:, :1], part, has], dim=1).flatten()).view(-1, 1 + 2 * number)
             rows = rows[rows[:, 0] >= 0]
@@ -232,7 +258,9 @@ def _per_class(found: _Gathered, task: Classification) -> PerClass:
         of_rows = labels[rows]
         sums[number] = torch.bincount(of_rows[of_rows >= 0], minlength=num_classes)
     images, right = found.ranks.gather(sums.flatten()).sum(dim=0).long().view(2, num_classes).numpy()
-    precisions = found.average_precisions(labels=labels, num_classes=num_classes) if found.kept.scores else None
+    precisions = (
+        found.average_precisions(labels=labels, num_classes=num_classes) if found.kept.scores is not None else None
+    )
     return PerClass(images, right, scores.shares(right, of=images), precisions, answers=answers)
 
 

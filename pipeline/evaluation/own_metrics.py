@@ -3,7 +3,7 @@
 A function maps (outputs float32 [n, ...], targets) to a value per image, [n]; the metric is their mean over every image
 exactly once, summed in set order and rounded once: the same bits on any number of processes. A class has `update`
 (the same arguments, without padding and damaged images), `merge` (another process's instance, in set order) and
-`compute`. Costs 8 bytes an image and function; of a class, what it keeps.
+`compute`. Costs 8 bytes an image and function; of a class, what it keeps: a view keeps all outputs of its batch.
 """
 
 import math

@@ -145,18 +145,6 @@ class Ranks:
         distributed.broadcast(sent, src=0, group=self._host_group)
         return value if self.place.is_main else pickle.loads(sent.numpy().data)
 
-    def start_any(self, *flags: bool) -> Callable[[], tuple[bool, ...]]:
-        """Start OR-ing flags over the ranks; calling the result waits for the answer."""
-        raised = torch.tensor([int(flag) for flag in flags], dtype=torch.int32)
-        work = distributed.all_reduce(raised, op=distributed.ReduceOp.MAX, group=self._host_group, async_op=True)
-        assert work is not None
-
-        def answer() -> tuple[bool, ...]:
-            work.wait()
-            return tuple(bool(flag) for flag in raised.tolist())
-
-        return answer
-
     def barrier(self) -> None:
         distributed.barrier(group=self._host_group)
 

@@ -68,7 +68,7 @@ class Phases:
         events = None
         by_events = counts and name == "forward" and self._on_gpu
         if by_events and len(self._events) < _MOST_EVENTS:
-            events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True, blocking=True)
             events[0].record()
         begin = time.perf_counter()
         yield

@@ -24,6 +24,7 @@ class StopOrSave(NamedTuple):
 
     stop: bool = False
     save: bool = False
+    is_saving: bool = False  # no request: its part of a save in flight is unfinished
 
 
 class Requests:
@@ -58,7 +59,7 @@ class Requests:
         """Return what all ranks must do after `step`: the requests of the step before."""
         requested = self._heard.pop(step - 1, StopOrSave())
         # If the step before saved, its clock's request is done.
-        return StopOrSave(stop=requested.stop, save=requested.save and self.saved_step < step - 1)
+        return requested._replace(save=requested.save and self.saved_step < step - 1)
 
     def saved(self, step: int) -> None:
         self._saved_at, self._asked_to_save = time.monotonic(), False

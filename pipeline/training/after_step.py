@@ -49,6 +49,11 @@ class TrainJob:
     evaluates_first: bool = False  # also before the first step: loaded weights
     callbacks: Callbacks = field(default_factory=Callbacks)  # the user's own
 
+    @property
+    def flags(self) -> StopOrSave:
+        """This rank's, to send with a step."""
+        return self.requests.mine._replace(is_saving=self.saver.is_busy)
+
     def phase(self, name: Phase, step: int) -> AbstractContextManager[None]:
         """Time a block as a phase of a step, and report it to the hang watch."""
         return self.report.phases(name, step=step)
@@ -81,12 +86,12 @@ class AfterStep:
         job, state, plan = self._job, self._state, self._plan
         state.advance(images=plan.global_batch_images)
         self._late.put(state.step, numbers)
-        if job.saver.poll():
-            job.report.phases.disturbed()
-
         self._settle(self._late.ready())  # of the steps before
         agreed, is_last = job.requests.agreed(state.step), state.step == plan.total_steps
-        if is_last or any(agreed) or plan.reads_after(state.step) or self._skips_may_be_too_many:
+        if job.saver.poll(state.step, others="busy" if agreed.is_saving else "done"):
+            job.report.phases.disturbed()
+
+        if is_last or agreed.stop or agreed.save or plan.reads_after(state.step) or self._skips_may_be_too_many:
             self._settle(self._late.drain())  # now the state is exact
         spiked = self._log(lr=lr) if plan.logs_after(state.step) or self._skips_too_long else []
         self._roll_back_after(spiked)

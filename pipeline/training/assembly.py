@@ -1,6 +1,7 @@
 """Make the parts of a stage's training from the recipe, connect them, and write the result."""
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from contextlib import closing, nullcontext
 
@@ -11,6 +12,7 @@ from shardvit.data_shards.durable import make_folders
 from shardvit.data_shards.loading.device_prefetch import prefetch_to_device
 from shardvit.data_shards.loading.loader import TrainLoader, eval_batches
 from shardvit.model.formats.export import save_for_others
+from shardvit.pipeline.budget.memory import copied_bytes
 from shardvit.pipeline.checkpoint.disk_space import check_free_space, estimate_bytes
 from shardvit.pipeline.checkpoint.identity import checkpoint_identity
 from shardvit.pipeline.checkpoint.saver import CheckpointSaver, Origin, SaveHooks
@@ -21,12 +23,13 @@ from shardvit.pipeline.evaluation.evaluate import Evaluated, evaluate, keep_eval
 from shardvit.pipeline.evaluation.scores import one_answer
 from shardvit.pipeline.own_code.by_path import load_own
 from shardvit.pipeline.ranks.phases import Phases
+from shardvit.pipeline.ranks.place import Place
 from shardvit.pipeline.ranks.stopping import Requests
 from shardvit.pipeline.ranks.watch import Watch
 from shardvit.pipeline.recipe.io import dump_recipe
 from shardvit.pipeline.recipe.schema import EngineConfig
 from shardvit.pipeline.recipe.stage import TrainStage
-from shardvit.pipeline.recipe.vocabulary import CORRUPT_SAMPLES_FILE, METRICS_FILE, WeightsKind
+from shardvit.pipeline.recipe.vocabulary import CORRUPT_SAMPLES_FILE, MASTER_BYTES, METRICS_FILE, WeightsKind
 from shardvit.pipeline.report.best import best_results, describe_best
 from shardvit.pipeline.report.reporter import Report
 from shardvit.pipeline.runs.logs import iter_metrics
@@ -77,13 +80,16 @@ def make_job(
     evaluate = _make_evaluation(
         context, stage, task=task, engine=engine, faults=faults, workers=workers, watch=watch, report=report
     )
+    saver = _make_saver(context, stage, task=task, engine=engine, watch=watch, report=report)
+    if engine.device.type == "cuda":  # elsewhere memory is had in no time
+        saver.prepare(_copied_bytes(stage, engine, place=ranks.place))
     return TrainJob(
         plan=stage.plan,
         batches=prefetch_to_device(loader, device=engine.device),
         task=task,
         engine=engine,
         evaluate=evaluate,
-        saver=_make_saver(context, stage, task=task, engine=engine, watch=watch, report=report),
+        saver=saver,
         faults=faults,
         report=report,
         ranks=ranks,
@@ -187,6 +193,22 @@ def _make_saver(
         mode=recipe.engine.saving,
         hooks=SaveHooks(report.note, committed, lambda step: watch.progress(step, status="saving a checkpoint")),
     )
+
+
+def _copied_bytes(stage: Stage, engine: Engine, *, place: Place) -> int:
+    """Host memory that a background save of this rank will take: most of the state does not exist yet."""
+    config, counts = stage.recipe.engine, Counter[bool]()
+    for each in engine.module.parameters():
+        counts[each.requires_grad] += getattr(each, "ds_numel", each.numel())  # ZeRO 3's are empty between passes
+    first, other = copied_bytes(
+        counts[True],
+        engine=config,
+        optimizer=stage.config.optimizer,
+        ema=stage.config.ema,
+        zero_stage=config.zero_stage,
+        processes=place.world_size,
+    )
+    return first + MASTER_BYTES * counts[False] if place.is_main else other
 
 
 def judged_by(config: TrainStage, *, task: Task) -> str:

@@ -29,7 +29,7 @@ def train(job: TrainJob, state: TrainState) -> TrainState:
 
         if step in passed_over:  # after a rollback; `batches` omits it
             losses.pass_over(device=engine.device)
-            numbers = engine.pass_over(flags=job.requests.mine)
+            numbers = engine.pass_over(flags=job.flags)
         else:
             for micro_step in range(plan.accumulation_steps):
                 with job.phase("reading", step):
@@ -44,7 +44,7 @@ def train(job: TrainJob, state: TrainState) -> TrainState:
                     engine.backward(loss)
                 losses.add(loss, task.train_score(outputs, example.targets))
             with job.phase("step", step):
-                numbers = engine.step(lr=lr, flags=job.requests.mine, measure=plan.logs_after(step + 1))
+                numbers = engine.step(lr=lr, flags=job.flags, measure=plan.logs_after(step + 1))
             losses.end_step()
             job.report.step(plan.global_batch_images)
         after_step(numbers, lr=lr)

@@ -7,9 +7,11 @@ host memory as the process writes. A CPU copies about 5 GB/s. One snapshot at a 
 
 import contextlib
 import ctypes
+import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -17,17 +19,21 @@ import torch
 from shardvit.pipeline.engine.saved_state.state_files import Abandoned, Place, StateFile
 
 _ALIGNMENT = 512  # bytes, of each storage in the buffer: CUDA's own
-_PIECE_BYTES = 64 << 20
+_PIECE_BYTES = 64 << 20  # locked, or copied, at a time
+_PAGE_BYTES = 4096
+_ROOM = 16  # one part in so many is left free: untouched memory costs nothing
 _PORTABLE = 1  # cudaHostRegisterPortable: page-locked for all of the process's devices
 
 
 class HostBuffer:
-    """Host memory for one snapshot of an engine on `device`; grows as needed."""
+    """Host memory for one snapshot of an engine on `device`; grows as needed. `is_refused`: CUDA would not page-lock
+    it, so copies are slower and the next change of the state waits for all of one."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        self.device, self.is_refused = device, False
         self._bytes = torch.empty(0, dtype=torch.uint8)
-        self._unlock: Callable[[], None] | None = None
+        self._locked: list[int] = []  # addresses of the first pieces
+        self._unlock: Callable[[], object] = bool
 
     @property
     def num_bytes(self) -> int:
@@ -39,32 +45,53 @@ class HostBuffer:
 
     def reserve(self, num_bytes: int) -> torch.UntypedStorage:
         """Return a buffer of at least `num_bytes`. MemoryError if the host has no room."""
-        if self._bytes.numel() < num_bytes:
+        if self.num_bytes < num_bytes:
             self.free()
+            room = num_bytes + num_bytes // _ROOM
             try:
-                self._bytes = torch.empty(num_bytes, dtype=torch.uint8)
+                whole = torch.empty(room + _PAGE_BYTES, dtype=torch.uint8)
             except RuntimeError as error:  # torch's CPU allocator raises no specific type
                 raise MemoryError(str(error).splitlines()[0]) from error
-            if self.device.type == "cuda":
-                self._unlock = _page_lock(self._bytes)
-        return self._bytes.untyped_storage()
+            first = -whole.data_ptr() % _PAGE_BYTES  # two locks may not share a page
+            self._bytes = whole[first : first + room]
+        if self.device.type == "cuda" and not self.is_refused:
+            self._page_lock(num_bytes)
+        first = self._bytes.storage_offset()
+        return self._bytes.untyped_storage()[first : first + self.num_bytes]
 
     def free(self) -> None:
         """Release the memory; nothing may still be using it."""
-        if self._unlock is not None:
-            self._unlock()
-        self._unlock, self._bytes = None, torch.empty(0, dtype=torch.uint8)
+        self._unlock()
+        self._unlock, self._bytes = bool, torch.empty(0, dtype=torch.uint8)
+
+    def _page_lock(self, num_bytes: int) -> None:
+        """Lock memory in place (pinned memory would round up to a power of two), in pieces: CUDA answers no other call
+        meanwhile, and takes a third of a second for a GB [estimated]."""
+        cudart: Any = torch.cuda.cudart()
+        if not self._locked:
+            unlock = weakref.finalize(self._bytes, _unlock, cudart, self._locked)
+            unlock.atexit = False  # process exit unlocks it anyway, and CUDA may be gone by then
+            self._unlock = unlock
+        for first in range(len(self._locked) * _PIECE_BYTES, num_bytes, _PIECE_BYTES):
+            address, length = self._bytes.data_ptr() + first, min(_PIECE_BYTES, self.num_bytes - first)
+            if int(cudart.cudaHostRegister(address, length, _PORTABLE)) != 0:
+                _forget_last_error()
+                self.is_refused = True
+                self._unlock()
+                return
+            self._locked.append(address)
 
 
-def _page_lock(memory: torch.Tensor) -> Callable[[], None] | None:
-    """Lock memory in place (pinned memory would round up to a power of two); None: CUDA refused."""
-    cudart: Any = torch.cuda.cudart()
-    address = memory.data_ptr()
-    if int(cudart.cudaHostRegister(address, memory.numel(), _PORTABLE)) != 0:
-        return None
-    unlock = weakref.finalize(memory, cudart.cudaHostUnregister, address)
-    unlock.atexit = False  # process exit unlocks it anyway, and CUDA may be gone by then
-    return unlock
+def _unlock(cudart: Any, addresses: list[int]) -> None:
+    while addresses:
+        cudart.cudaHostUnregister(addresses.pop())
+
+
+def _forget_last_error() -> None:
+    """Clear this thread's last CUDA error, which torch would report for its next kernel."""
+    with contextlib.suppress(OSError):
+        library = f"libcudart.so.{str(torch.version.cuda).partition('.')[0]}"
+        ctypes.CDLL(library, mode=os.RTLD_NOLOAD).cudaGetLastError()  # torch's own
 
 
 def copy_bytes(files: Sequence[StateFile]) -> int:
@@ -76,7 +103,7 @@ def _sources(files: Sequence[StateFile]) -> dict[Place, torch.UntypedStorage]:
     return {place: storage for file in files for place, storage in file.storages().items()}
 
 
-_Part = tuple[torch.UntypedStorage, torch.UntypedStorage]  # a snapshot's storage and its target
+_Part = tuple[torch.UntypedStorage, torch.UntypedStorage]  # part of a snapshot's storage, and its target
 
 
 class HostCopy:
@@ -88,7 +115,7 @@ class HostCopy:
         self._copied: torch.cuda.Event | None = None
         self._written: torch.cuda.Event | None = None  # training's kernels so far are done
         if buffer.device.type == "cuda":
-            self._written = torch.cuda.Event()
+            self._written = torch.cuda.Event()  # only streams wait for it
             self._written.record(torch.cuda.current_stream(buffer.device))
 
     def run(self, *, abandoned: threading.Event | None = None) -> tuple[StateFile, ...]:
@@ -101,7 +128,10 @@ class HostCopy:
                     self._order(on_device)
                 for source, target in parts:
                     if source.device.type == "cpu":
-                        _copy_on_host(source, target, abandoned=abandoned)
+                        if abandoned is not None and abandoned.is_set():
+                            raise Abandoned
+                        # Copies in one thread, without the GIL: training keeps the other cores.
+                        ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes())
             finally:
                 self._ordered.set()
                 if self._copied is not None:
@@ -119,8 +149,10 @@ class HostCopy:
         whole, begin = self._buffer.reserve(copy_bytes(self._files)), 0
         parts, targets = list[_Part](), dict[Place, torch.UntypedStorage]()
         for place, source in _sources(self._files).items():
-            targets[place] = whole[begin : begin + source.nbytes()]
-            parts.append((source, targets[place]))
+            end = begin + source.nbytes()
+            targets[place] = whole[begin:end]
+            cuts = range((begin // _PIECE_BYTES + 1) * _PIECE_BYTES, end, _PIECE_BYTES)  # no copy may span two locks
+            parts += [(source[a - begin : b - begin], whole[a:b]) for a, b in pairwise([begin, *cuts, end])]
             begin += _aligned(source.nbytes())
         return parts, tuple(file.moved(targets) for file in self._files)
 
@@ -137,17 +169,6 @@ class HostCopy:
             finally:
                 copied.record(stream)
                 self._copied = copied
-
-
-def _copy_on_host(
-    source: torch.UntypedStorage, target: torch.UntypedStorage, *, abandoned: threading.Event | None
-) -> None:
-    """Copy in one thread, without the GIL: training keeps the other cores."""
-    for first in range(0, source.nbytes(), _PIECE_BYTES):
-        if abandoned is not None and abandoned.is_set():
-            raise Abandoned
-        length = min(_PIECE_BYTES, source.nbytes() - first)
-        ctypes.memmove(target.data_ptr() + first, source.data_ptr() + first, length)
 
 
 def _aligned(num_bytes: int) -> int:

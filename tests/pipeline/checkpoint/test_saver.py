@@ -15,10 +15,11 @@ from shardvit.pipeline.checkpoint import store as checkpoint
 from shardvit.pipeline.checkpoint.saver import SaveFailed
 from shardvit.pipeline.checkpoint.store import Retention, damage_of
 from shardvit.pipeline.checkpoint.train_state import TrainState
-from shardvit.pipeline.engine.saved_state.host_copy import HostCopy, copy_bytes
+from shardvit.pipeline.engine.saved_state.host_copy import HostBuffer, HostCopy, copy_bytes
 from shardvit.pipeline.engine.saved_state.state_files import StateFile, write_file
 from tests.saving import (
     Gate,
+    Steps,
     TensorEngine,
     TinyEngine,
     names,
@@ -94,7 +95,8 @@ def test_only_a_change_of_the_state_waits_for_the_copy(tmp_path: Path, monkeypat
     one = saver_of(tmp_path / "moving", ranks=one_rank(), engine=engine, mode="background")
     one.save(state_at(3))
     assert begun.wait(240)
-    assert all(one.poll() for _ in range(3))
+    step = Steps(one, one_rank(), after=3)
+    assert all(step() for _ in range(3))
     events.append("trained on")
     stood_before = one.stall_seconds
     threading.Timer(0.2, let_on.set).start()
@@ -102,7 +104,7 @@ def test_only_a_change_of_the_state_waits_for_the_copy(tmp_path: Path, monkeypat
     events.append("changed")
     assert one.stall_seconds >= stood_before + 0.1
     one.finish()
-    assert not one.poll()
+    assert not step()
     assert events == ["trained on", "copied", "changed"]
     monkeypatch.setattr(HostCopy, "run", run)
     saver_of(tmp_path / "still", ranks=one_rank(), engine=TensorEngine(1.5)).save(state_at(3))
@@ -149,49 +151,14 @@ def test_old_checkpoints_go_while_training_goes_on_and_before_the_next_one_is_be
     monkeypatch.setattr(saver, "open_beside", note)
     one = saver_of(tmp_path, ranks=one_rank(), engine=TinyEngine(1), mode="background", retention=Retention(last=1))
     one.save(state_at(1))
-    while one._writing is not None:
-        one.poll()
+    step = Steps(one, one_rank(), after=1)
+    while step():
+        pass
     assert begun.wait(240) and events == ["begun 1"] and steps(tmp_path) == [1]
     threading.Timer(0.2, let_on.set).start()
     one.save(state_at(2))
     one.finish()  # the end of a run waits for it, too
     assert events == ["begun 1", "pruned", "begun 2", "pruned"] and names(tmp_path) == ["step-00000002"]
-
-
-def test_it_is_committed_when_the_slowest_rank_has_written_and_nothing_is_asked_in_between_saves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    gate = Gate(monkeypatch, path="rank1")
-    seen: list[list[str]] = []
-
-    def train(ranks: Any) -> tuple[int, int]:
-        committed: list[TrainState] = []
-        engine = TinyEngine(value=5, rank=ranks.place.rank)
-        one = saver_of(tmp_path, ranks=ranks, engine=engine, mode="background", committed=committed)
-        one.poll()
-        assert ranks.asked == 0
-        one.save(state_at(5))
-        for _ in range(10):
-            one.poll()
-        waited = ranks.asked
-        ranks.barrier()
-        if ranks.place.is_main:
-            seen.append(names(tmp_path))
-            gate.opened.set()
-        polls = 0
-        while not committed:
-            one.poll()
-            polls += 1
-        asked = ranks.asked
-        one.poll()
-        one.finish()
-        assert ranks.asked == asked and committed == [state_at(5)]
-        return waited, polls
-
-    results = on_ranks(2, train)
-    assert results[0] == results[1] and results[0][0] == 10
-    assert seen == [[".writing-step-00000005"]]
-    assert names(tmp_path) == ["step-00000005"] and damage_of(tmp_path / "step-00000005") == ""
 
 
 @pytest.mark.parametrize("disk", ["slow", "failing"])
@@ -216,18 +183,19 @@ def test_training_goes_on_beside_the_commit_and_its_failure_is_every_ranks(
         engine = TinyEngine(value=5, rank=ranks.place.rank)
         one = saver_of(tmp_path, ranks=ranks, engine=engine, mode="background", committed=committed)
         one.save(state_at(5))
+        step = Steps(one, ranks, after=5)
         while one._committing is None:
-            one.poll()
+            step()
         assert begun.wait(240)
         for _ in range(5):
-            one.poll()
+            step()
         assert committed == [] and one._writing is not None
         ranks.barrier()
         if ranks.place.is_main:
             assert names(tmp_path) == [".writing-step-00000005"]
             let_on.set()
-        while one._writing is not None:
-            one.poll()
+        while step():
+            pass
         return committed
 
     results = on_ranks(2, train)
@@ -253,8 +221,9 @@ def test_leaving_during_a_commit_waits_for_it_and_leaves_a_whole_checkpoint(
     monkeypatch.setattr(saver, "commit_checkpoint", slow)
     one = saver_of(tmp_path, ranks=one_rank(), engine=TinyEngine(1), mode="background")
     one.save(state_at(1))
+    step = Steps(one, one_rank(), after=1)
     while one._committing is None:
-        one.poll()
+        step()
     assert begun.wait(240)
     one.close()
     assert names(tmp_path) == ["step-00000001"] and damage_of(tmp_path / "step-00000001") == ""
@@ -302,6 +271,43 @@ def test_without_memory_for_the_copies_of_all_ranks_of_a_host_it_stands_still_an
         assert all("written while training stands still" in line and "memory" in line for line in said)
         assert steps(root) == [1, 2] and damage_of(root / "step-00000002") == ""
         monkeypatch.setattr(HostCopy, "run", run)
+
+
+def test_memory_is_prepared_once_and_a_hosts_refusal_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A stand-in for CUDA refuses rank 1; the first save finds the memory as it is."""
+    said: list[str] = []
+
+    def lock(buffer: HostBuffer, num_bytes: int) -> None:
+        buffer.is_refused = threading.current_thread().name == "1"
+
+    monkeypatch.setattr(HostBuffer, "_page_lock", lock)
+
+    def prepare(ranks: Any) -> bool:
+        threading.current_thread().name = str(ranks.place.rank)
+        engine, mine = TensorEngine(1.5, rank=ranks.place.rank), list[str]()
+        one = saver_of(tmp_path, ranks=ranks, engine=engine, mode="background", said=mine)
+        one._buffer.device = torch.device("cuda")
+        one.prepare(copy_bytes(engine.snapshot()))
+        said.extend(mine)
+        place = one._buffer._bytes.data_ptr()
+        one._buffer.device = engine.device
+        one.save(state_at(3))
+        one.finish()
+        return one._buffer._bytes.data_ptr() == place and one._buffer.is_refused == (ranks.place.rank == 1)
+
+    assert on_ranks(2, prepare) == [True, True] and steps(tmp_path) == [3]
+    assert len(said) == 2 and all("page-lock" in line for line in said)  # a line goes to rank 0's screen only
+
+
+@pytest.mark.parametrize("lacking", ["memory", "background"])
+def test_nothing_is_prepared_where_nothing_will_be_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lacking: str
+):
+    monkeypatch.setattr(saver, "spare_host_bytes", lambda: 10 if lacking == "memory" else 1 << 40)
+    mode = "blocking" if lacking == "background" else "background"
+    one = saver_of(tmp_path, ranks=one_rank(), engine=TensorEngine(1.5), mode=mode)
+    one.prepare(1 << 20)
+    assert one._buffer.num_bytes == 0
 
 
 def test_what_is_safe_is_told_before_old_checkpoints_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

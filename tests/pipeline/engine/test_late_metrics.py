@@ -1,7 +1,9 @@
 """The numbers of a step arrive one step later, in order, each once, and as they were when they were sent."""
 
 import math
+from types import SimpleNamespace
 
+import pytest
 import torch
 
 from shardvit.pipeline.engine.late_metrics import LateMetrics
@@ -30,3 +32,11 @@ def test_what_an_outcome_says():
     first, second = late.drain()
     assert (first.grad_norm, first.applied, first.flags) == (2.5, True, (False, True))
     assert (second.grad_norm, second.applied, second.flags) == (math.inf, False, (True, False))
+
+
+def test_the_host_sleeps_while_it_waits_for_a_gpu(monkeypatch: pytest.MonkeyPatch):
+    """An event that is not "blocking" is waited for by a core that does nothing else."""
+    made: list[dict[str, bool]] = []
+    monkeypatch.setattr(torch.cuda, "Event", lambda **how: made.append(how) or SimpleNamespace())
+    LateMetrics(device=torch.device("cuda"))
+    assert made and all(how.get("blocking") for how in made)

@@ -83,7 +83,7 @@ def requests(flag: StopFlag, **options: float) -> Requests:
 
 
 def test_what_is_requested_in_a_step_is_carried_out_after_the_next_one_however_early_it_is_heard():
-    both = StopOrSave(stop=True, save=True)
+    both = StopOrSave(stop=True, save=True, is_saving=True)
     for heard_before in (1, 2):  # after step 1 itself, or only after step 2
         exchange = requests(StopFlag())
         answers = []

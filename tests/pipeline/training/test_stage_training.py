@@ -369,3 +369,29 @@ def test_data_that_have_changed_since_are_refused_on_all_ranks(ends: OwnStage, t
         replace(context, ranks=told).on_main(lambda: pytest.fail("rank 0 alone looks"))
     touch_up(tar)  # the old bytes again
     ends.train()
+
+
+def test_memory_for_the_copies_is_prepared_on_a_gpu_for_all_that_a_rank_will_save(
+    stage: OwnStage, monkeypatch: pytest.MonkeyPatch
+):
+    """By hand, under ZeRO 1 in bf16 with AdamW: masters and two moments are shared out, rank 0 adds the weights in bf16
+    and exact values of what is frozen. The engine has not made its moments yet."""
+    context = stage.context(engine={"zero_stage": 1, "precision": "bf16"})
+    engine = stage.engine
+    engine.module = torch.nn.Sequential(torch.nn.Linear(10, 100), torch.nn.Linear(100, 3, bias=False))
+    engine.module[1].weight.requires_grad_(False)
+    trained, frozen = 1100, 300
+
+    def bytes_of(rank: int) -> int:
+        return assembly._copied_bytes(stage.of(context), engine, place=Place(rank=rank, world_size=2))
+
+    assert bytes_of(0) == 2 * trained + 12 * trained // 2 + 4 * frozen and bytes_of(1) == 12 * trained // 2
+    prepared: list[int] = []
+    monkeypatch.setattr(assembly.CheckpointSaver, "prepare", lambda saver, num_bytes: prepared.append(num_bytes))
+    stage.job()
+    assert prepared == []
+    engine.device = torch.device("cuda")
+    for name in ("prefetch_to_device", "data_workers"):
+        monkeypatch.setattr(assembly, name, lambda *args, **more: SimpleNamespace(count=0, kind="thread"))
+    stage.job(engine={"zero_stage": 1, "precision": "bf16"})
+    assert prepared == [2 * trained + 12 * trained + 4 * frozen]

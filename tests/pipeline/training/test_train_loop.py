@@ -77,11 +77,34 @@ def test_too_many_damaged_images_found_while_saving_end_the_run_when_the_checkpo
     assert calls == ["save 3", "finish"]
 
 
-def test_a_save_in_flight_is_looked_after_in_every_step() -> None:
+def test_a_save_in_flight_is_looked_after_in_every_step_and_told_what_the_step_before_said() -> None:
+    """However early it is read: points of the curve read it in its own step."""
     whole, calls = saving(kind=Requests, save_steps=4)
-    whole.saver.poll = lambda: calls.append("poll")
+    whole = replace(whole, plan=replace(whole.plan, log_steps=2))
+    sent = iter([True, False, True, True, False, True])
+    send, polled = whole.engine.step, list[tuple[int, str]]()
+
+    def step(*, flags: Any, **how: Any) -> Any:
+        return send(flags=(*flags[:2], next(sent)), **how)  # what all ranks said
+
+    whole.engine.step = step
+    whole.saver.poll = lambda step, *, others: polled.append((step, others))
     train(whole, TrainState())
-    assert calls == [*["poll"] * 4, "save 4", *["poll"] * 2, "save 6", "finish"]
+    expected = ["done", "busy", "done", "busy", "busy", "done"]  # none before the first
+    assert polled == list(enumerate(expected, start=1)) and calls == ["save 4", "save 6", "finish"]
+
+
+def test_a_step_says_whether_this_ranks_save_is_unfinished() -> None:
+    whole, _ = saving(kind=Requests, save_steps=0)
+    said, send = list[tuple[bool, ...]](), whole.engine.step
+    whole.engine.step = lambda *, flags, **how: (said.append(tuple(flags)), send(flags=flags, **how))[1]
+
+    def poll(step: int, *, others: str) -> None:
+        whole.saver.is_busy = step in (2, 3)
+
+    whole.saver.poll = poll
+    train(whole, TrainState())
+    assert [flags[2] for flags in said] == [False, False, True, True, False, False]
 
 
 @pytest.mark.parametrize(
@@ -135,7 +158,7 @@ def test_a_slow_rank_is_told_once_and_ends_the_run_later_if_that_is_wished_when_
 def test_steps_beside_which_a_checkpoint_is_written_tell_nothing_of_the_pace() -> None:
     whole, _ = saving(kind=Requests, save_steps=2)
     writing, told = iter([False, True, True, False, True, False]), list[str]()
-    whole.saver.poll = lambda: next(writing)
+    whole.saver.poll = lambda step, *, others: next(writing)
     whole.report.phases.disturbed = lambda: told.append("disturbed")
     train(whole, TrainState())
     assert told == ["disturbed"] * 3
