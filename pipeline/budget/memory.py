@@ -11,20 +11,20 @@ N parameters, n processes, w bytes per weight in the forward pass (2, or 4 in fp
                  rests there       gradients            buckets  gathered  in the step, gradients included
     ZeRO 0       wN + 12N          wN, always there     -        -         wN + 4N
     ZeRO 0 fp32  4N + 8N           4N, always there     -        -         4N
-    ZeRO 1       wN + 12N/n        wN/n; wN + wN/n (*)  3b; 2b(*)         wN/n + 4N/n; fp32: 4N/n
-    ZeRO 2       wN + 12N/n        wN/n; (w + 4)N/n (*) 3b       -         the same; 4N/n (*)
+    ZeRO 1       wN + 12N/n        wN/n; wN + wN/n (*)  2b       -         wN/n + 4N/n; fp32: 4N/n
+    ZeRO 2       wN + 12N/n        wN/n; (w + 4)N/n (*) 2b       -         the same; 4N/n (*)
        at once   wN + 12N/n        wN; ZeRO 2: + 4N/n (*)  -     -         2wN, or as above if that is more
        DeepSpeed wN + 12N/n        wN/n; ZeRO 1 wN, ZeRO 2 2wN/n (*)  3b   2wN/n + 4N/n; fp32: 8N/n
     ZeRO 3       wN/n + 12N/n      wN/n, always there   b        wN        the same, and b
     accelerate   4N + 8N           4N, always there     -        2N casts  4N
 
-(*) with accumulation. 3b: a bucket's gradients, its flat copy, and another on its way (`sharded_step`). At once:
-averaged after the backward pass (`engine.overlap: off`, or one process) from one flat copy. DeepSpeed: fp16 and
-offload, with two alternating buckets (one with `engine.overlap: off`) and the message. 12N: float32 masters (4) and
-AdamW's two moments (8); other optimizers: `recipe.vocabulary`. `ema` counts as one more moment. `engine.offload` moves
-the share of 12N and a step's float32 gradients to host memory, with parameters also wN/n; this is from DeepSpeed's
-source only, as a CPU test cannot tell host from device memory. A single ZeRO 0 process has no DDP to keep its
-gradients.
+(*) with accumulation. 2b: a bucket's gradients and their flat copy (`sharded_step`); once another is on its way, the
+activations of some blocks are gone. At once: averaged after the backward pass (`engine.overlap: off`, or one process)
+from one flat copy. DeepSpeed: fp16 and offload, with two alternating buckets (one with `engine.overlap: off`) and the
+message. 12N: float32 masters (4) and AdamW's two moments (8); other optimizers: `recipe.vocabulary`. `ema` counts as
+one more moment. `engine.offload` moves the share of 12N and a step's float32 gradients to host memory, with parameters
+also wN/n; this is from DeepSpeed's source only, as a CPU test cannot tell host from device memory. A single ZeRO 0
+process has no DDP to keep its gradients.
 
 A background save copies to host memory: each process its share of masters, moments and averages; rank 0 also the
 forward pass's weights under ZeRO 1 and 2, and everything under ZeRO 0 and accelerate. The copy overlaps with the next
@@ -138,8 +138,8 @@ def state_of(
         step = summed or step - sharded
         if not overlaps(engine, world_size=plan.world_size):
             return State(whole, masters_and_moments, whole + summed, left, step=max(2 * whole + summed, step))
-        gradients, buckets = left + sharded, min(bucket, whole) * (2 if left == whole else 3)
-        return State(whole, masters_and_moments, gradients, gradients, step, buckets)
+        gradients = left + sharded
+        return State(whole, masters_and_moments, gradients, gradients, step, 2 * min(bucket, whole))
     else:
         gradients, early = sharded, 0
         if accumulates:
