@@ -40,7 +40,7 @@ _INEXACT: tuple[Quantity, ...] = ("CPU to plain torch's",)  # they depend on the
 
 
 @dataclass(frozen=True)
-class Row:
+class Bounded:
     """A case, and the most that its quantities may come to."""
 
     case: Case
@@ -78,31 +78,31 @@ _REGULARISED = Case(
 )
 
 
-def _rows(ranks: int) -> Iterator[Row]:
+def _rows(ranks: int) -> Iterator[Bounded]:
     alone = ranks == 1
-    yield Row(DEFAULT, _ALONE if alone else _FAST)
+    yield Bounded(DEFAULT, _ALONE if alone else _FAST)
     if not alone:
-        yield Row(Case(1, "bf16", engine={"overlap": "off"}), _FAST)
-    yield Row(Case(2, "bf16"), _FAST)
-    yield Row(Case(0, "bf16"), _QUIET)
-    yield Row(Case(0, "bf16", optimizer={"first_moment": "bf16"}), _ON_DEVICE)
+        yield Bounded(Case(1, "bf16", engine={"overlap": "off"}), _FAST)
+    yield Bounded(Case(2, "bf16"), _FAST)
+    yield Bounded(Case(0, "bf16"), _QUIET)
+    yield Bounded(Case(0, "bf16", optimizer={"first_moment": "bf16"}), _ON_DEVICE)
     for name in ("adafactor", "muon", "lamb"):
-        yield Row(Case(0, "bf16", optimizer={"name": name}, label=name), _ON_DEVICE)
-    yield Row(Case(1, "bf16", optimizer={"layer_decay": 0.75}), {**_FAST, "operations": 60} if alone else _FAST)
-    yield Row(_REGULARISED, {**_QUIET, "in forward": _PER_BLOCK, "in backward": _PER_BLOCK + (0 if alone else 150)})
+        yield Bounded(Case(0, "bf16", optimizer={"name": name}, label=name), _ON_DEVICE)
+    yield Bounded(Case(1, "bf16", optimizer={"layer_decay": 0.75}), {**_FAST, "operations": 60} if alone else _FAST)
+    yield Bounded(_REGULARISED, {**_QUIET, "in forward": _PER_BLOCK, "in backward": _PER_BLOCK + (0 if alone else 150)})
     if ranks < 4:
-        yield Row(Case(3, "bf16"))
+        yield Bounded(Case(3, "bf16"))
     if ranks == 2:
-        yield Row(Case(1, "fp32"), {**_FAST, "bytes sent a parameter": 8.01})
-        yield Row(Case(1, "bf16", accumulation=2), _FAST)
+        yield Bounded(Case(1, "fp32"), {**_FAST, "bytes sent a parameter": 8.01})
+        yield Bounded(Case(1, "bf16", accumulation=2), _FAST)
     if alone:
         for stage in (0, 1, 2, 3):
-            yield Row(Case(stage, "fp32"), _QUIET if stage < 3 else {})
-        yield Row(COMPILED, {"graph breaks": 0, "graphs": 2, "CPU to plain torch's": 1.2})
+            yield Bounded(Case(stage, "fp32"), _QUIET if stage < 3 else {})
+        yield Bounded(COMPILED, {"graph breaks": 0, "graphs": 2, "CPU to plain torch's": 1.2})
 
 
 ROWS = tuple(
-    Row(replace(row.case, ranks=ranks, timed_steps=_TIMED_STEPS[ranks]), row.most)
+    Bounded(replace(row.case, ranks=ranks, timed_steps=_TIMED_STEPS[ranks]), row.most)
     for ranks in (1, 2, 4)
     for row in _rows(ranks)
 )
@@ -171,7 +171,7 @@ def main() -> None:
         arguments.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
-def report(rows: Sequence[Row], counted: Sequence[Sequence[Counted]], *, evaluation_bytes: float) -> Iterator[str]:
+def report(rows: Sequence[Bounded], counted: Sequence[Sequence[Counted]], *, evaluation_bytes: float) -> Iterator[str]:
     """Format the default's worst, the bounds, then the tables. Of several processes rank 0's counts are shown."""
     found = [(row, ranks[0]) for row, ranks in zip(rows, counted, strict=True)]
     width = max(len(row.case.name) for row in rows) + 2
@@ -212,7 +212,7 @@ def report(rows: Sequence[Row], counted: Sequence[Sequence[Counted]], *, evaluat
             yield f"{row.case.name}: {sent:.2f} bytes; " + ", ".join(_runs(one.collectives))
 
 
-def _worst_of_the_default(found: Sequence[tuple[Row, Counted]]) -> Iterator[str]:
+def _worst_of_the_default(found: Sequence[tuple[Bounded, Counted]]) -> Iterator[str]:
     own = [(row.case, one) for row, one in found if replace(row.case, ranks=1, timed_steps=0) == DEFAULT]
     said: list[str] = []
     for name in ("operations", "waits", "bytes sent a parameter", "CPU to plain torch's"):

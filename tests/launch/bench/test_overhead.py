@@ -11,7 +11,7 @@ from shardvit.launch.bench.overhead import (
     DEFAULT,
     EVALUATION_BYTES,
     ROWS,
-    Row,
+    Bounded,
     report,
     run_cases,
 )
@@ -20,7 +20,7 @@ from shardvit.launch.bench.overhead_child import Case, Counted, Spent
 BOUNDED = [row for row in ROWS if row.most and not row.case.compiles]
 
 
-def is_slow(row: Row) -> bool:
+def is_slow(row: Bounded) -> bool:
     """Two processes for the engines alone, four for none."""
     return row.case.ranks > 2 or (row.case.ranks == 2 and bool(row.case.optimizer or row.case.stage))
 
@@ -35,7 +35,7 @@ def counted(ranks: int, *, slow: bool) -> dict[str, list[Counted]]:
 @pytest.mark.parametrize(
     "row", [pytest.param(row, id=row.case.name, marks=[pytest.mark.slow] * is_slow(row)) for row in BOUNDED]
 )
-def test_a_step_stays_within_its_bounds_on_every_rank(row: Row):
+def test_a_step_stays_within_its_bounds_on_every_rank(row: Bounded):
     ranks = counted(row.case.ranks, slow=is_slow(row))[row.case.name]
     assert len(ranks) == row.case.ranks
     assert {one.tensors for one in ranks} == {296}  # as many as ViT-L has: a step that works on each of them would show
@@ -79,7 +79,7 @@ def made(**more: object) -> Counted:
 
 
 def test_a_missed_bound_is_said_and_the_worst_of_the_default_comes_first():
-    rows = [Row(replace(DEFAULT, ranks=ranks), {"operations": 150, "waits": 1}) for ranks in (1, 2)]
+    rows = [Bounded(replace(DEFAULT, ranks=ranks), {"operations": 150, "waits": 1}) for ranks in (1, 2)]
     text = "\n".join(report(rows, [[made(in_backward=0)], [made(), made()]], evaluation_bytes=1e4)).strip()
     first = text.splitlines()[0]
     assert "6,040 operations outside the model (2 processes)" in first and "4 bytes sent a parameter" in first
@@ -90,4 +90,4 @@ def test_a_missed_bound_is_said_and_the_worst_of_the_default_comes_first():
 
 @pytest.mark.parametrize(("waits", "is_missed"), [(5, False), (6, True)])
 def test_a_bound_holds_up_to_its_value(waits: int, is_missed: bool):
-    assert bool(Row(DEFAULT, {"waits": 5}).missed(made(waits={"x": waits}))) is is_missed
+    assert bool(Bounded(DEFAULT, {"waits": 5}).missed(made(waits={"x": waits}))) is is_missed
