@@ -48,11 +48,12 @@ class Bounded:
 
     def missed(self, one: Counted, *, exact_alone: bool = False) -> dict[Quantity, float]:
         """The quantities above their bounds."""
-        found = {name: quantity(name, one, case=self.case) for name in self.most}
         return {
             name: value
-            for name, value in found.items()
-            if value is not None and value > self.most[name] and not (exact_alone and name in _INEXACT)
+            for name, most in self.most.items()
+            if (value := quantity(name, one, case=self.case)) is not None
+            and value > most
+            and not (exact_alone and name in _INEXACT)
         }
 
 

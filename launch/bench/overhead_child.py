@@ -288,11 +288,12 @@ def _input_waits(recipe: Recipe, *, plan: StagePlan) -> dict[str, int]:
     engine: Any = types.SimpleNamespace(device=meta, input_dtype=torch.bfloat16, module=build(recipe))
     task, given = _task(recipe, engine), batch(mix=_mix(recipe))
     given = replace(given, **{name: getattr(given, name).to(meta) for name in ("images", "mirrored", "labels")})
-    for step in range(2):
-        with Operations() as operations:
+    counts = [Operations(), Operations()]
+    for step, operations in enumerate(counts):
+        with operations:
             task.example(given, use="train")
             draw_masks(engine, plan=plan, step=step, place=0)
-    return dict(operations.waits)
+    return dict(counts[-1].waits)
 
 
 @contextlib.contextmanager
