@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
+from hashlib import sha256
 from itertools import groupby
 from pathlib import Path
 from typing import Literal
@@ -71,6 +72,8 @@ _PER_BLOCK = 10 * DEPTH
 DEFAULT = Case(zero_stage=1, precision="bf16")
 """The engine that a recipe gets if it names none."""
 COMPILED = Case(1, "bf16", engine={"compile": "blocks"})
+_OWN_FILE = Path(__file__).with_name("own_optimizer.py")
+_OWN = f"{_OWN_FILE}@{sha256(_OWN_FILE.read_bytes()).hexdigest()}:sgd"
 _REGULARISED = Case(
     1,
     "bf16",
@@ -94,9 +97,11 @@ def _rows(ranks: int) -> Iterator[Bounded]:
     if ranks < 4:
         yield Bounded(Case(3, "bf16"))
     if ranks == 2:
+        yield Bounded(Case(1, "bf16", engine={"offload": "optimizer"}))
         yield Bounded(Case(1, "fp32"), {**_FAST, "bytes sent a parameter": 8.01})
         yield Bounded(Case(1, "bf16", accumulation=2), _FAST)
     if alone:
+        yield Bounded(Case(0, "bf16", optimizer={"name": "custom", "custom": _OWN}, label="an own optimizer"))
         for stage in (0, 1, 2, 3):
             yield Bounded(Case(stage, "fp32"), _QUIET if stage < 3 else {})
         yield Bounded(COMPILED, {"graph breaks": 0, "graphs": 2, "CPU to plain torch's": 1.2})
