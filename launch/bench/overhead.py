@@ -28,7 +28,7 @@ from shardvit.launch.bench.evaluation_memory import kept_bytes_per_image
 from shardvit.launch.bench.measure import run_json, setting
 from shardvit.launch.bench.overhead_child import BUCKET_ELEMENTS, DEPTH, WIDTH, Case, Counted
 
-_TIMED_STEPS = {1: 40, 2: 20, 4: 12}  # by processes
+_TIMED_STEPS = {1: 24, 2: 20, 4: 12}  # by processes
 _LIMIT_SECONDS = 1800  # for all rows of a number of processes; quiet, they take up to three minutes
 EVALUATION_BYTES = 150  # kept an image: its answers, and no batch
 
