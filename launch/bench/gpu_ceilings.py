@@ -59,20 +59,19 @@ class Ceilings:
     attention: list[Attention]
 
 
-def ceilings(*, device: torch.device, sizes: Iterable[str]) -> Ceilings:
-    """Measure the ceilings of a device."""
+def ceilings(*, device: torch.device, sizes: Iterable[str]) -> Iterator[Ceilings]:
+    """Measure the ceilings of a device; yields what is measured so far, at last all."""
     on_gpu = device.type == "cuda"
-    timed = {name: list(_products(name, device=device)) for name in sizes}
-    return Ceilings(
-        device=torch.cuda.get_device_name(device) if on_gpu else "CPU",
-        copy_gb_per_second=_copy_gb_per_second(device),
-        products={name: [product for product, _, _ in each] for name, each in timed.items()},
-        gemm_tflops={
-            name: sum(flops for _, flops, _ in each) / sum(spent for _, _, spent in each) / 1e12
-            for name, each in timed.items()
-        },
-        attention=[_attention(*shape, device=device) for shape in (_SHAPES if on_gpu else ((17, 32),))],
-    )
+    name = torch.cuda.get_device_name(device) if on_gpu else "CPU"
+    found = Ceilings(name, _copy_gb_per_second(device), products={}, gemm_tflops={}, attention=[])
+    for size in sizes:
+        timed = list(_products(size, device=device))
+        found.products[size] = [product for product, _, _ in timed]
+        found.gemm_tflops[size] = sum(flops for _, flops, _ in timed) / sum(spent for _, _, spent in timed) / 1e12
+        yield found
+    for shape in _SHAPES if on_gpu else ((17, 32),):
+        found.attention.append(_attention(*shape, device=device))
+        yield found
 
 
 def _copy_gb_per_second(device: torch.device) -> float:

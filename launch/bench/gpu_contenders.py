@@ -9,6 +9,7 @@ fresh process: compiled code, allocators and monkey-patched torch layers outlive
     bar             DistributedDataParallel, blocks compiled individually in place, fused AdamW: the best of plain torch
     deepspeed       accelerate's DeepSpeed plugin, ZeRO 1 and bf16, with its defaults
     ours            the product's own engine, model, compilation, task and loss
+    ours-2          two processes of it on one GPU, over NCCL or, as NCCL refuses a GPU twice, gloo: the note says which
 
 All clip at 1.0 and use fused AdamW. Peers keep float32 weights (autocast); DeepSpeed and ours keep bfloat16 weights
 with float32 masters. Each drives its own loop and calls a `Meter`.
@@ -16,32 +17,48 @@ with float32 masters. Each drives its own loop and calls a `Meter`.
 
 import json
 import os
+import subprocess
 import sys
 import tempfile
 import types
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, distributed, nn
 
 from shardvit.launch.bench import gpu_work as work
-from shardvit.launch.bench.gpu_meter import Course, Meter
+from shardvit.launch.bench.gpu_meter import SO_FAR, Course, Measured, Meter
 from shardvit.launch.bench.measure import Teller
+from shardvit.pipeline.ranks.place import Place
 
 Note = str  # for the table; may be empty
+_RANK, _RENDEZVOUS = "SHARDVIT_BENCH_RANK", "SHARDVIT_BENCH_RENDEZVOUS"  # of the second process
+_LONE = Place()
 _ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "LOCAL_SIZE": "1"}
 
 
-def measure(contender: str, *, size: str, course: Course, device: torch.device) -> dict[str, Any]:
-    """Run a contender in this process; if "measured" is None, "failure" says why."""
+def measure(
+    contender: str, *, size: str, course: Course, device: torch.device, tell: Callable[[dict[str, Any]], object]
+) -> dict[str, Any]:
+    """Run a contender in this process; if "measured" is None, "failure" says why. `tell` gets the same as it runs."""
     from torch._dynamo.utils import counters
 
-    meter = Meter(course, device=device)
     found: dict[str, Any] = {"contender": contender, "size": size, "measured": None, "note": "", "failure": None}
+
+    def whole() -> dict[str, Any]:
+        graphs, breaks = counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+        return {**found, "graphs": graphs, "graph_breaks": breaks}
+
+    def so_far(measured: Measured) -> None:
+        found["measured"] = asdict(measured)
+        tell(whole())
+
+    meter = Meter(course, device=device, tell=so_far)
     try:
         found["note"] = CONTENDERS[contender](work.SIZES[size], meter, device)
         found["measured"] = asdict(meter.result())
@@ -49,8 +66,7 @@ def measure(contender: str, *, size: str, course: Course, device: torch.device) 
         found["failure"] = f"not installed: {error.name}"
     except torch.OutOfMemoryError:
         found["failure"] = "out of memory"
-    graphs, breaks = counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
-    return {**found, "graphs": graphs, "graph_breaks": breaks}
+    return whole()
 
 
 def _timm(size: work.Size, meter: Meter, device: torch.device, *, compiles: bool = False) -> Note:
@@ -192,21 +208,18 @@ def _transformers_model(size: work.Size, *, device: torch.device) -> nn.Module:
     return model.to(device).train()
 
 
-def _ours(size: work.Size, meter: Meter, device: torch.device) -> Note:
+def _ours(size: work.Size, meter: Meter, device: torch.device, *, place: Place = _LONE) -> Note:
     from shardvit.data_shards.vocabulary import GOOGLES
     from shardvit.model.config import Regularisation
     from shardvit.model.vit import build_model, set_patch_dropout
     from shardvit.pipeline.engine.late_metrics import LateMetrics
     from shardvit.pipeline.engine.open import open_engine
     from shardvit.pipeline.kernels.settle import settled_kernels
-    from shardvit.pipeline.ranks.group import Ranks
-    from shardvit.pipeline.ranks.place import Place
     from shardvit.pipeline.recipe.stage_plan import plan_stage
     from shardvit.pipeline.stage.task import make_task
 
-    recipe = recipe_of(size)
-    ranks = Ranks(Place(), timeout_seconds=120)
-    plan = plan_stage(recipe, stage="pretrain", samples_per_epoch=10**6, world_size=1)
+    recipe, (ranks, over) = recipe_of(size, ranks=place.world_size), _ranks(place)
+    plan = plan_stage(recipe, stage="pretrain", samples_per_epoch=10**6, world_size=place.world_size)
     model = build_model(
         recipe.model,
         image_size=size.image_size,
@@ -236,10 +249,52 @@ def _ours(size: work.Size, meter: Meter, device: torch.device) -> Note:
             late.ready()
             meter.end(loss)
     ranks.leave()
-    return "; ".join(kernels.notes)
+    shared = [f"{place.world_size} processes on one GPU over {over}; the numbers are each one's"] * (
+        place.world_size > 1
+    )
+    return "; ".join([*shared, *kernels.notes])
 
 
-def recipe_of(size: work.Size) -> Any:
+def _ours_twice(size: work.Size, meter: Meter, device: torch.device) -> Note:
+    """Rank 0 starts rank 1, which measures the same and tells nobody."""
+    with tempfile.TemporaryDirectory() as folder:
+        rank = int(os.environ.get(_RANK, "0"))
+        rendezvous = Path(os.environ.get(_RENDEZVOUS, folder))
+        place = Place(rank, 2, local_rank=rank, local_world_size=2, rendezvous=rendezvous, gpu=0)
+        if rank == 1:
+            return _ours(size, meter, device, place=place)
+        other = subprocess.Popen(
+            [sys.executable, "-m", __spec__.name, *sys.argv[1:4], "1"],
+            env={**os.environ, _RANK: "1", _RENDEZVOUS: folder},
+            stdout=subprocess.DEVNULL,
+        )
+        try:
+            return _ours(size, meter, device, place=place)
+        finally:
+            other.kill()
+            other.wait()
+
+
+def _ranks(place: Place) -> tuple[Any, str]:
+    """Join the group as the product does; over gloo if NCCL refuses to. Returns it and what it runs over."""
+    from shardvit.pipeline.ranks import group
+
+    try:
+        return group.Ranks(place, timeout_seconds=120), "NCCL" if torch.cuda.is_available() else "gloo"
+    except distributed.DistBackendError as error:
+        if distributed.is_initialized():
+            distributed.destroy_process_group()
+        assert place.rendezvous is not None
+        (again := place.rendezvous / "again").mkdir(exist_ok=True)
+        over = partial(group.join_group, backend="gloo", gpu=None)
+        with mock.patch.object(
+            group, "join_group", lambda place, *, timeout_seconds, **_: over(place, timeout_seconds=timeout_seconds)
+        ):
+            ranks = group.Ranks(replace(place, rendezvous=again), timeout_seconds=120)
+        return ranks, f"gloo (NCCL: {str(error).strip().splitlines()[-1]})"
+
+
+def recipe_of(size: work.Size, *, ranks: int = 1) -> Any:
     """The product's recipe with the hyperparameters that all contenders share, and the engine's defaults."""
     from shardvit.pipeline.recipe.schema import Recipe
 
@@ -247,14 +302,14 @@ def recipe_of(size: work.Size) -> Any:
         {
             "name": "gpu-benchmark",
             "model": size.model.model_dump(exclude_defaults=True),
-            "data": {"lanes": 1},
+            "data": {"lanes": ranks},
             "engine": {"max_micro_batch_size": size.images},
             "stages": {
                 "pretrain": {
                     "train": "none",
                     "eval": "none",
                     "image_size": size.image_size,
-                    "global_batch_size": size.images,
+                    "global_batch_size": ranks * size.images,
                     "duration": "10000 steps",
                     "head": "linear",
                     "patch_dropout": size.patch_dropout,
@@ -289,6 +344,7 @@ CONTENDERS: dict[str, Callable[[work.Size, Meter, torch.device], Note]] = {
     "bar": _bar,
     "deepspeed": _deepspeed,
     "ours": _ours,
+    "ours-2": _ours_twice,
 }
 
 
@@ -298,13 +354,20 @@ def main() -> None:
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    teller = Teller(int(descriptor))
+
+    def tell(so_far: dict[str, Any]) -> None:
+        teller.mark(SO_FAR, result=so_far)
+
     if what == "ceilings":
         from shardvit.launch.bench.gpu_ceilings import ceilings
 
-        result = asdict(ceilings(device=device, sizes=size.split("+")))
+        result: dict[str, Any] = {}
+        for each in ceilings(device=device, sizes=size.split("+")):
+            tell(result := asdict(each))
     else:
-        result = measure(what, size=size, course=Course(**json.loads(course)), device=device)
-    Teller(int(descriptor)).mark("end", result=result)
+        result = measure(what, size=size, course=Course(**json.loads(course)), device=device, tell=tell)
+    teller.mark("end", result=result)
 
 
 if __name__ == "__main__":

@@ -6,11 +6,12 @@ Kinds come from kernel names of NVIDIA's libraries, torch and Triton; anything u
 and reductions. On a CPU the operators' self times stand in for kernels.
 """
 
+import math
 import re
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity
 
+SO_FAR = "so far"  # the mark of what a process has measured before its end
 PARITY_STEPS = (1, 10)
 PHASES = ("forward", "backward", "optimizer")
 
@@ -38,7 +40,7 @@ class Course:
 
     warm_up: int = 10
     blocks: int = 3
-    block: int = 20
+    block: int = 10
     singles: int = 5
     profiled: int = 3
 
@@ -69,18 +71,21 @@ class Measured:
     losses: dict[int, float] = field(default_factory=dict)  # by step
     first_step_seconds: float = 0.0  # with compilation
     phase_ms: dict[str, float] = field(default_factory=dict)  # median over the single steps
-    host_ms: float = float("inf")  # minimum time to launch a step onto an empty queue
+    host_ms: float | None = None  # minimum time to launch a step onto an empty queue
     peak_allocated_bytes: int | None = None
     peak_reserved_bytes: int | None = None
     split: Split | None = None  # None: not profiled
 
 
 class Meter:
-    """In each of `course.steps`, call `begin`, `phase_done` after forward and backward, and `end` with the loss."""
+    """In each of `course.steps`, call `begin`, `phase_done` after forward and backward, and `end` with the loss. After
+    each block `tell` gets what has been measured so far."""
 
-    def __init__(self, course: Course, *, device: torch.device) -> None:
+    def __init__(
+        self, course: Course, *, device: torch.device, tell: Callable[[Measured], object] = lambda so_far: None
+    ) -> None:
         assert course.warm_up >= PARITY_STEPS[-1], "the losses are read while warming up"
-        self.course, self._device, self._on_gpu = course, device, device.type == "cuda"
+        self.course, self._device, self._on_gpu, self._tell = course, device, device.type == "cuda", tell
         self._measured, self._phases = Measured(), list[list[float]]()
         self._step, self._began, self._marks = 0, 0.0, list[Any]()
         self._block_start: Any = None
@@ -112,7 +117,7 @@ class Meter:
             self._synchronise()
             found.first_step_seconds = time.perf_counter() - self._began
         if single:
-            found.host_ms = min(found.host_ms, 1000 * (launched - self._began))
+            found.host_ms = min(found.host_ms or math.inf, 1000 * (launched - self._began))
             self._marks.append(self._now())
             self._synchronise()
             self._phases.append([self._ms(*pair) for pair in zip(self._marks, self._marks[1:], strict=False)])
@@ -145,6 +150,8 @@ class Meter:
         if last and self._on_gpu:
             found.peak_allocated_bytes = torch.cuda.max_memory_allocated(self._device)
             found.peak_reserved_bytes = torch.cuda.max_memory_reserved(self._device)
+        if not first:
+            self._tell(found)
         self._block_start = self._now()
 
     def _now(self) -> Any:

@@ -141,6 +141,10 @@ def _ceilings(found: Mapping[str, Any]) -> Iterator[str]:
             values = (each[key] for key in ("forward", "input_gradient", "weight_gradient"))
             yield f"    {each['layer']:6}" + "".join(f"{value:9.1f}" for value in values)
         yield f"    all   {found['gemm_tflops'][size]:9.1f}"
+    if note := found.get("note"):
+        yield f"  {note}"
+    if not found["attention"]:
+        return
     names = list(found["attention"][0]["tflops"])
     yield "  attention, forward and backward, TFLOP/s" + "".join(f"{name:>11}" for name in names)
     for each in found["attention"]:
@@ -187,7 +191,7 @@ def _cells(row: ContenderRow, *, peak: float | None, gemm: float | None) -> str:
         + _cell(gemm and flops / gemm / 1e12, "8.1%")
         + "".join(_cell(each, "7.1f") for each in memory)
         + "".join(_cell(each, "6.1f") for each in phases)
-        + f"{measured['host_ms']:6.1f}"
+        + _cell(measured["host_ms"], "6.1f")
         + _cell(measured["split"] and measured["split"]["kernels"], "8,.0f")
         + f"{measured['first_step_seconds']:6.1f}{row.outcome['graphs']:7}{row.outcome['graph_breaks']:7}"
         + f"{row.losses[0]:8.4f}{row.losses[1]:8.4f}"

@@ -2,9 +2,10 @@
 
 A dispatch mode sees each operation below autograd, on any device; it slows a step down severalfold, and compiled code
 runs eagerly. On a CPU nothing waits for a device, so waits are recognised by kind: scalar reads, value-dependent
-shapes, blocking copies between devices (`meta` can stand for a GPU), tensors made from Python values (on a GPU a copy
-from pageable memory), and calls of `synchronize`. Does not see a kernel's own allocations, waits within collectives or
-on streams, or DeepSpeed's, which depend on its accelerator: `synchronising_keys` knows those.
+shapes, copies between devices that block or come from pageable memory (`meta` can stand for a GPU), tensors made from
+Python values (on a GPU such a copy, too), and calls of `synchronize`. DeepSpeed asks its accelerator whether there is
+anything to wait for: `as_on_a_gpu` answers as a GPU would. Does not see a kernel's own allocations, or waits within
+collectives and on torch's own streams.
 """
 
 from __future__ import annotations
@@ -19,13 +20,19 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter
 
 _COLLECTIVES = ("c10d", "_c10d_functional", "symm_mem")
 _NO_TRAFFIC = ("wait_tensor", "barrier", "monitored_barrier_")
 _READS = ("_local_scalar_dense", "equal", "is_nonzero", "item")
 _SHAPES_BY_VALUE = ("nonzero", "masked_select", "unique", "_unique2", "unique_dim", "unique_consecutive", "bincount")
+_SYNCHRONOUS = (  # what DeepSpeed's CPU says of itself
+    "is_synchronized_device",
+    "resolves_data_dependency",
+    "handles_memory_backpressure",
+    "use_host_timers",
+)
 _INDEXED = ("index", "index_put", "index_put_", "_index_put_impl_")
 
 
@@ -97,26 +104,31 @@ def count(action: Callable[[], object]) -> Operations:
     return counted
 
 
-def synchronising_keys(config: dict[str, Any], *, processes: int) -> list[str]:
-    """Keys of a DeepSpeed configuration that make the host wait for the GPU in each step or for each gradient, and why.
-    Pure; from the sources of DeepSpeed 0.19, with its defaults."""
-    zero = config.get("zero_optimization", {})
-    stage = zero.get("stage", 0)
-    found: list[str] = []
-    if config.get("timers", {}).get("throughput", {}).get("enabled", True):
-        found.append("timers.throughput: synchronize() at forward and step")
-    if config.get("wall_clock_breakdown", False):
-        found.append("wall_clock_breakdown: synchronize() around each phase")
-    if config.get("memory_breakdown", False):
-        found.append("memory_breakdown: reads of the allocator, printed")
-    if config.get("bf16", {}).get("enabled", False) and stage in (1, 2):
-        if config["bf16"].get("check_grad_overflow", True):
-            found.append("bf16.check_grad_overflow: each gradient is looked at, then a scalar is read")
-        if zero.get("compute_grad_norm", True):
-            found.append("zero_optimization.compute_grad_norm: the norm is read on the host, in each group")
-    if zero.get("overlap_comm", stage == 3) and stage in (1, 2) and processes == 1:
-        found.append("zero_optimization.overlap_comm: synchronize() after backward, with nothing to overlap")
-    return found
+@contextlib.contextmanager
+def as_on_a_gpu() -> Iterator[None]:
+    """Let an engine that DeepSpeed opens and steps here wait wherever it would on a GPU: its accelerator says that the
+    device runs behind the host. Streams and events do nothing but count the host's waits for them."""
+    accelerator = sys.modules["deepspeed"].accelerator.get_accelerator()
+
+    class Moment:
+        """A stream or an event."""
+
+        def __getattr__(self, name: str) -> Callable[..., bool]:
+            return lambda *args, **kwargs: True  # wait_stream, wait_event, record, query, ...
+
+        def synchronize(self) -> None:
+            accelerator.synchronize()
+
+    plain = type(accelerator)
+    streams = {
+        name: lambda *args, **kwargs: Moment() for name in ("Stream", "Event", "current_stream", "default_stream")
+    }
+    accelerator.__class__ = type("AsOnAGpu", (plain,), streams | {name: lambda self: False for name in _SYNCHRONOUS})
+    try:
+        with mock.patch.object(Tensor, "record_stream", _record_stream):
+            yield
+    finally:
+        accelerator.__class__ = plain
 
 
 def _collective(name: str, args: Sequence[Any]) -> Collective:
@@ -135,8 +147,11 @@ def _wait(name: str, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -
         source, target = (args[1], args[0]) if name == "copy_" else (args[0], result)
         on_device = {source.device.type, target.device.type} != {"cpu"}
         waits = not (kwargs.get("non_blocking") or (name == "copy_" and len(args) > 2 and args[2]))
-        if on_device and source.device != target.device and waits:
-            return "a blocking copy"
+        if on_device and source.device != target.device:
+            if waits:
+                return "a blocking copy"
+            if source.device.type == "cpu" and not _is_page_locked(source):
+                return "a copy from pageable memory"
     return None
 
 
@@ -152,6 +167,33 @@ def _new_bytes(result: Any, given: Any) -> int:
     return sum(each.nbytes() for each in {id(one): one for one in made if id(one) not in old}.values())
 
 
+_PRETENDED = "pretends_to_be_page_locked"  # where no GPU is
+
+
+def _is_page_locked(source: Tensor) -> bool:
+    return hasattr(source.untyped_storage(), _PRETENDED) or (torch.cuda.is_available() and source.is_pinned())
+
+
+def _record_stream(*_: object) -> None:
+    """A function: a mock has no name, by which the compiler knows torch's."""
+
+
+_FROM_NUMPY = torch.from_numpy
+
+
+def _from_numpy(array: Any) -> Tensor:
+    """Unseen by the mode, to which it looks like a tensor of Python's values; the array stays on the host."""
+    with _disable_current_modes():
+        return _FROM_NUMPY(array)
+
+
+def _pin_memory(source: Tensor, *_: object) -> Tensor:
+    """`Tensor.pin_memory` without a GPU."""
+    copy = source.clone()
+    setattr(copy.untyped_storage(), _PRETENDED, True)
+    return copy
+
+
 @contextlib.contextmanager
 def _watched_synchronisations(waits: Counter[str]) -> Iterator[None]:
     """Count `synchronize` calls of torch and DeepSpeed: no-ops on a CPU, but a GPU's queue would drain."""
@@ -164,6 +206,9 @@ def _watched_synchronisations(waits: Counter[str]) -> Iterator[None]:
         return synchronize
 
     with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(torch, "from_numpy", _from_numpy))
+        if not torch.cuda.is_available():
+            stack.enter_context(mock.patch.object(Tensor, "pin_memory", _pin_memory))
         owners: list[Any] = [torch.cuda, torch.accelerator, torch.cpu]
         if "deepspeed" in sys.modules:
             owners.append(sys.modules["deepspeed"].accelerator.get_accelerator())

@@ -1,8 +1,8 @@
-"""Child process: one engine on a deep, narrow model, and its step's overhead over plain torch.
+"""Child process: engines on a deep, narrow model, and their steps' overhead over plain torch.
 
-Started as `python -m shardvit.launch.bench.overhead_child CASE RENDEZVOUS RANK`, CASE in JSON; its last line is
-`Counted` in JSON. A fresh process per case, because ZeRO 3 replaces torch's linear layer. As many tensors as ViT-L, but
-tiny ones.
+Started as `python -m shardvit.launch.bench.overhead_child CASES RENDEZVOUS RANK`, CASES (all with the same number of
+ranks) in JSON; its last line is a `Counted` for each in JSON. As many tensors as ViT-L, but tiny ones. DeepSpeed takes
+the CPU for a GPU (`operations.as_on_a_gpu`), so that it waits wherever it would there.
 """
 
 import contextlib
@@ -11,8 +11,8 @@ import json
 import sys
 import time
 import types
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,11 +22,14 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from shardvit.data_shards.loading.batch import Batch
+from shardvit.data_shards.loading.mixing import Mix
 from shardvit.data_shards.vocabulary import GOOGLES
-from shardvit.launch.bench.operations import Operations, synchronising_keys
+from shardvit.launch.bench.operations import Operations, as_on_a_gpu
 from shardvit.model.init import initialise
 from shardvit.model.vit import build_model
+from shardvit.pipeline.checkpoint.train_state import seed_step
 from shardvit.pipeline.engine.base import Engine
+from shardvit.pipeline.engine.deepspeed_engine import import_deepspeed
 from shardvit.pipeline.engine.late_metrics import LateMetrics
 from shardvit.pipeline.engine.open import open_engine
 from shardvit.pipeline.kernels.settle import settled_kernels
@@ -34,8 +37,9 @@ from shardvit.pipeline.optimizers.optim import build_optimizer
 from shardvit.pipeline.ranks.group import Ranks
 from shardvit.pipeline.ranks.place import Place
 from shardvit.pipeline.recipe.schema import Recipe
-from shardvit.pipeline.recipe.stage_plan import plan_stage
+from shardvit.pipeline.recipe.stage_plan import StagePlan, plan_stage
 from shardvit.pipeline.report.losses import LossWindow
+from shardvit.pipeline.stage.dropout_masks import draw_masks
 from shardvit.pipeline.stage.task import make_task
 
 DEPTH, WIDTH, HEADS, PATCH, SIZE, CLASSES, IMAGES = 24, 64, 2, 4, 8, 10, 2
@@ -46,20 +50,26 @@ _WARM_UP = 3
 
 @dataclass(frozen=True)
 class Case:
-    """One case to count."""
+    """One case to count: what a recipe's engine, optimizer and stage say beside `recipe_of`'s own."""
 
     zero_stage: int
     precision: str
     ranks: int = 1
     accumulation: int = 1
-    engine: dict[str, Any] = field(default_factory=dict)  # more engine keys of the recipe
+    engine: dict[str, Any] = field(default_factory=dict)
+    optimizer: dict[str, Any] = field(default_factory=dict)
+    stage: dict[str, Any] = field(default_factory=dict)
+    label: str = ""  # in place of these keys
     timed_steps: int = 0  # for the CPU time; 0: not measured
     depth: int = DEPTH
 
     @property
     def name(self) -> str:
-        more = "".join(f", {key} {value}" for key, value in self.engine.items())
-        return f"ZeRO {self.zero_stage}, {self.precision}{more}"
+        keys = {**self.engine, **self.optimizer, **self.stage}
+        more = [self.label] if self.label else [f"{key} {value}" for key, value in keys.items()]
+        more += [f"{self.accumulation} micro-batches"] * (self.accumulation > 1)
+        more += [f"{self.ranks} processes"] * (self.ranks > 1)
+        return ", ".join([f"ZeRO {self.zero_stage}", self.precision, *more])
 
     @property
     def compiles(self) -> bool:
@@ -74,6 +84,7 @@ class Spent:
     whole: float  # an optimizer step and everything before it
     passes: float  # of these, forward and backward passes, the batch and the loss
     step: float  # of these, the optimizer's step
+    own_thread: float  # of `whole`, the thread that trains: the rest is gloo's, which on a GPU is NCCL's on the device
 
 
 @dataclass
@@ -85,9 +96,8 @@ class Counted:
     in_forward: int  # operations beyond plain torch's
     in_backward: int
     in_step: int
-    waits: dict[str, int]  # from the batch on the host to the end of the step, by reason
-    input_waits: dict[str, int]  # when moving a batch to another device
-    synchronising_keys: list[str]
+    waits: dict[str, int]  # from the batch on the device to the end of the step, by reason
+    input_waits: dict[str, int]  # of what goes from the host to another device in each step
     allocated_bytes: int  # beyond plain torch's, in backward and step
     collectives: list[tuple[str, int, float]]  # name, bytes, bytes that each rank sends in a ring
     cpu_ms: Spent | None  # minimum of each over the steps
@@ -97,7 +107,7 @@ class Counted:
 
 
 def recipe_of(case: Case) -> Recipe:
-    """A classifier under AdamW with two decay settings and clipping."""
+    """A classifier, by default under AdamW with two decay settings and clipping."""
     engine = {
         "zero_stage": case.zero_stage,
         "precision": case.precision,
@@ -111,8 +121,9 @@ def recipe_of(case: Case) -> Recipe:
         "image_size": SIZE,
         "global_batch_size": case.ranks * case.accumulation * IMAGES,
         "duration": "1000 steps",
-        "optimizer": {"name": "adamw", "lr": _LR, "weight_decay": 0.1, "clip_grad_norm": 1.0},
+        "optimizer": {"name": "adamw", "lr": _LR, "weight_decay": 0.1, "clip_grad_norm": 1.0, **case.optimizer},
         "head": "linear",
+        **case.stage,
     }
     model = {"width": WIDTH, "depth": case.depth, "heads": HEADS, "patch_size": PATCH}
     content = {"name": "overhead", "model": model, "data": {"lanes": case.ranks}, "engine": engine}
@@ -121,23 +132,27 @@ def recipe_of(case: Case) -> Recipe:
 
 def build(recipe: Recipe) -> nn.Module:
     """Build the model, with the same weights each time."""
-    model = build_model(recipe.model, image_size=SIZE, num_classes=CLASSES, head="linear")
+    stage = recipe.train_stage("pretrain")
+    model = build_model(
+        recipe.model, image_size=SIZE, num_classes=CLASSES, head="linear", regularisation=stage.regularisation
+    )
     initialise(model, seed=0)
     return model.train()
 
 
-def batch() -> Batch:
+def batch(*, mix: Mix | None = None) -> Batch:
     """Uint8 pixels and labels in the loader's format."""
-    generator = torch.Generator().manual_seed(0)
+    generator, rows = torch.Generator().manual_seed(0), IMAGES + (mix is not None)
     return Batch(
-        images=torch.randint(256, (IMAGES, SIZE, SIZE, 3), dtype=torch.uint8, generator=generator),
-        mirrored=torch.arange(IMAGES) % 2 == 0,
-        labels=torch.arange(IMAGES) % CLASSES,
-        counted=torch.ones(IMAGES, dtype=torch.bool),
-        substituted=torch.zeros(IMAGES, dtype=torch.bool),
-        samples=torch.arange(IMAGES),
-        epochs=torch.zeros(IMAGES, dtype=torch.long),
-        keys=tuple(map(str, range(IMAGES))),
+        images=torch.randint(256, (rows, SIZE, SIZE, 3), dtype=torch.uint8, generator=generator),
+        mirrored=torch.arange(rows) % 2 == 0,
+        labels=torch.arange(rows) % CLASSES,
+        counted=torch.ones(rows, dtype=torch.bool),
+        substituted=torch.zeros(rows, dtype=torch.bool),
+        samples=torch.arange(rows),
+        epochs=torch.zeros(rows, dtype=torch.long),
+        keys=tuple(map(str, range(rows))),
+        mix=mix,
     )
 
 
@@ -145,25 +160,28 @@ def counted(case: Case, *, ranks: Ranks) -> Counted:
     """Open the engine, count one step and time several."""
     recipe = recipe_of(case)
     plan = plan_stage(recipe, stage="pretrain", samples_per_epoch=10**6, world_size=ranks.place.world_size)
-    reference = _Plain(recipe, accumulation=case.accumulation)
+    reference = _Plain(case)
     for _ in range(_WARM_UP):
         reference.step()
     plain = _phases(Operations)
     reference.step(plain)
 
-    model, configs = build(recipe), list[dict[str, Any]]()
+    counters.clear()
+    model = build(recipe)
     parameters = [each.numel() for each in model.parameters()]
-    with _seen_configurations(configs), settled_kernels(recipe, stage="pretrain", model=model) as kernels:
-        engine = open_engine(recipe, stage="pretrain", plan=plan, model=model, ranks=ranks)
-        engine.module.train()
-        _fuse()
-        ours = _Ours(recipe, engine, accumulation=case.accumulation)
-        for _ in range(_WARM_UP):
-            ours.step()
-        phases = _phases(Operations)
-        if not case.compiles:
-            ours.step(phases)
+    with settled_kernels(recipe, stage="pretrain", model=model) as kernels:
+        with _seen_waits(case):
+            engine = open_engine(recipe, stage="pretrain", plan=plan, model=model, ranks=ranks)
+            engine.module.train()
+            _fuse()
+            ours = _Ours(recipe, engine, plan=plan, rank=ranks.place.rank)
+            for _ in range(_WARM_UP):
+                ours.step()
+            phases = _phases(Operations)
+            if not case.compiles:
+                ours.step(phases)
         spent = _by_turns({"ours": ours.step, "plain": reference.step}, times=case.timed_steps)
+        engine.close()
     every = phases.rest.waits + phases.forward.waits + phases.backward.waits + phases.step.waits
     world_size = ranks.place.world_size
     collectives = [*phases.forward.collectives, *phases.backward.collectives, *phases.step.collectives]
@@ -176,8 +194,7 @@ def counted(case: Case, *, ranks: Ranks) -> Counted:
         in_backward=phases.backward.total - plain.backward.total,
         in_step=phases.step.total,
         waits=dict(every),
-        input_waits=_input_waits(recipe),
-        synchronising_keys=[key for each in configs for key in synchronising_keys(each, processes=world_size)],
+        input_waits=_input_waits(recipe, plan=plan),
         allocated_bytes=phases.backward.allocated_bytes + phases.step.allocated_bytes - plain.backward.allocated_bytes,
         collectives=[(each.name, each.num_bytes, each.sent_bytes(world_size)) for each in collectives],
         cpu_ms=spent.get("ours"),
@@ -195,16 +212,17 @@ _NOT_COUNTED = _phases(contextlib.nullcontext)
 
 
 class _Plain:
-    """Reference: torch's own layers in the same dtype, autograd and fused AdamW; no clipping, no checks."""
+    """Reference: torch's own layers in the same dtype, autograd and fused AdamW; no dropout, clipping or checks."""
 
-    def __init__(self, recipe: Recipe, *, accumulation: int) -> None:
-        dtype = torch.float32 if recipe.engine.precision == "fp32" else torch.bfloat16
+    def __init__(self, case: Case) -> None:
+        dtype = torch.float32 if case.precision == "fp32" else torch.bfloat16
+        recipe = recipe_of(Case(1, case.precision, depth=case.depth))
         self.model = build(recipe).to(dtype)
         self.optimizer = build_optimizer(self.model, recipe.train_stage("pretrain").optimizer)
         for group in self.optimizer.param_groups:
             group["fused"] = True
         self.images = torch.randn(IMAGES, 3, SIZE, SIZE, dtype=dtype)
-        self.labels, self.accumulation = batch().labels, accumulation
+        self.labels, self.accumulation = batch().labels, case.accumulation
         self.linear = nn.functional.linear
 
     def step(self, counts: Any = _NOT_COUNTED) -> None:
@@ -224,16 +242,20 @@ class _Plain:
 class _Ours:
     """The training loop's calls in a step that logs nothing, with the product's own task."""
 
-    def __init__(self, recipe: Recipe, engine: Engine, *, accumulation: int) -> None:
-        self.engine, self.accumulation = engine, accumulation
-        self.task = _task(recipe, engine)
-        self.batch, self.losses, self.late, self.number = batch(), LossWindow([]), LateMetrics(device=engine.device), 0
+    def __init__(self, recipe: Recipe, engine: Engine, *, plan: StagePlan, rank: int) -> None:
+        self.engine, self.plan, self.rank = engine, plan, rank
+        self.task, self.batch = _task(recipe, engine), batch(mix=_mix(recipe))
+        self.losses, self.late, self.number = LossWindow([]), LateMetrics(device=engine.device), 0
 
     def step(self, counts: Any = _NOT_COUNTED) -> None:
-        for _ in range(self.accumulation):
+        with counts.rest:
+            seed_step(self.plan.seed, step=self.number, rank=self.rank)
+        for micro_step in range(self.plan.accumulation_steps):
             with counts.rest:
                 example = self.task.example(self.batch, use="train")
             with counts.forward:
+                place = self.plan.first_place(rank=self.rank, micro_step=micro_step)
+                draw_masks(self.engine, plan=self.plan, step=self.number, place=place)
                 outputs = self.engine.forward(*example.inputs)
             with counts.rest:
                 loss = self.task.loss(outputs, example.targets)
@@ -256,26 +278,31 @@ def _task(recipe: Recipe, engine: Any) -> Any:
     return make_task(recipe, stage="pretrain", data=data, normalisation=GOOGLES, engine=engine)
 
 
-def _input_waits(recipe: Recipe) -> dict[str, int]:
-    """Count the waits when moving a second batch to a device; `meta` stands for a GPU."""
-    elsewhere = types.SimpleNamespace(device=torch.device("meta"), input_dtype=torch.bfloat16)
-    task, moved = _task(recipe, elsewhere), batch()
-    task.example(moved, use="train")
-    with Operations() as operations:
-        task.example(moved, use="train")
-    return dict(operations.waits)
+def _mix(recipe: Recipe) -> Mix | None:
+    return Mix("mixup", keep=0.7) if recipe.train_stage("pretrain").augment.mixup_alpha else None
 
 
-def _seen_configurations(seen: list[dict[str, Any]]) -> Any:
-    from shardvit.pipeline.engine import deepspeed_engine
+def _input_waits(recipe: Recipe, *, plan: StagePlan) -> dict[str, int]:
+    """Count the waits of a second batch that the prefetch has brought to a device; `meta` stands for a GPU."""
+    meta = torch.device("meta")
+    engine: Any = types.SimpleNamespace(device=meta, input_dtype=torch.bfloat16, module=build(recipe))
+    task, given = _task(recipe, engine), batch(mix=_mix(recipe))
+    given = replace(given, **{name: getattr(given, name).to(meta) for name in ("images", "mirrored", "labels")})
+    counts = [Operations(), Operations()]
+    for step, operations in enumerate(counts):
+        with operations:
+            task.example(given, use="train")
+            draw_masks(engine, plan=plan, step=step, place=0)
+    return dict(counts[-1].waits)
 
-    make = deepspeed_engine.deepspeed_config
 
-    def kept(*args: Any, **kwargs: Any) -> dict[str, Any]:
-        seen.append(make(*args, **kwargs))
-        return seen[-1]
-
-    return mock.patch.object(deepspeed_engine, "deepspeed_config", kept)
+@contextlib.contextmanager
+def _seen_waits(case: Case) -> Iterator[None]:
+    """Let DeepSpeed wait as on a GPU; ZeRO 0 does not import it."""
+    if case.zero_stage:
+        import_deepspeed()
+    with as_on_a_gpu() if case.zero_stage else contextlib.nullcontext():
+        yield
 
 
 def _fuse() -> None:
@@ -288,43 +315,48 @@ def _fuse() -> None:
 
 def _by_turns(steps: dict[str, Callable[[Any], None]], *, times: int) -> dict[str, Spent]:
     """Alternate the steps; returns each one's minima, nothing if `times` is 0."""
-    spent: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
+    spent: dict[str, list[Spent]] = {name: [] for name in steps}
     for _ in range(times):
         for name, step in steps.items():
             passes, last = _Clock(), _Clock()
             step(types.SimpleNamespace(forward=passes, backward=passes, rest=passes, step=last))
-            spent[name].append((1000 * passes.seconds, 1000 * last.seconds))
+            own = passes.own_ms + last.own_ms
+            spent[name].append(Spent(passes.ms + last.ms, passes.ms, last.ms, own))
+    keys = ("whole", "passes", "step", "own_thread")
     return {
-        name: Spent(min(map(sum, each)), min(passes for passes, _ in each), min(step for _, step in each))
+        name: Spent(**{key: min(getattr(one, key) for one in each) for key in keys})
         for name, each in spent.items()
         if each
     }
 
 
 class _Clock:
-    """Accumulates CPU time while entered."""
+    """Accumulates CPU milliseconds while entered, of all threads and of this one, in which autograd, too, runs on a
+    CPU. A thread that waits for another rank sleeps, so its waiting is not counted."""
 
     def __init__(self) -> None:
-        self.seconds = 0.0
+        self.ms = self.own_ms = 0.0
 
     def __enter__(self) -> None:
-        self._before = time.process_time()
+        self._before = time.process_time(), time.thread_time()
 
     def __exit__(self, *error: object) -> None:
-        self.seconds += time.process_time() - self._before
+        self.ms += 1000 * (time.process_time() - self._before[0])
+        self.own_ms += 1000 * (time.thread_time() - self._before[1])
 
 
 def main() -> None:
     """Count one rank and print the result."""
-    case, rank = Case(**json.loads(sys.argv[1])), int(sys.argv[3])
+    cases, rank = [Case(**each) for each in json.loads(sys.argv[1])], int(sys.argv[3])
     torch.set_num_threads(1)
-    place = Place(rank, case.ranks, local_rank=rank, local_world_size=case.ranks, rendezvous=Path(sys.argv[2]))
+    world = cases[0].ranks
+    place = Place(rank, world, local_rank=rank, local_world_size=world, rendezvous=Path(sys.argv[2]))
     ranks = Ranks(place, timeout_seconds=300)
     try:
-        found = counted(case, ranks=ranks)
+        found = [asdict(counted(case, ranks=ranks)) for case in cases]
     finally:
         ranks.leave()
-    print(json.dumps(asdict(found)), flush=True)
+    print(json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":

@@ -308,7 +308,7 @@ def model_input(
 
 def to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Copy to the device without waiting. For small tensors: torch keeps the page-locked memory of all pending ones."""
-    source = values.pin_memory() if device.type == "cuda" else values
+    source = values if device.type == "cpu" else values.pin_memory()
     return source.to(device, non_blocking=True)
 
 

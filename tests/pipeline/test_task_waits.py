@@ -14,7 +14,7 @@ from shardvit.data_shards.images.crops import Box
 from shardvit.data_shards.loading.batch import Batch
 from shardvit.data_shards.loading.mixing import Mix
 from shardvit.data_shards.vocabulary import GOOGLES, LabelKind
-from shardvit.launch.bench.operations import Operations
+from shardvit.launch.bench.operations import Operations, count
 from shardvit.model.loss import loss_function
 from shardvit.model.vocabulary import COLOURS, LossKind
 from shardvit.pipeline.evaluation.evaluate import run_model
@@ -66,33 +66,14 @@ def masked_patches() -> MaskedPatches:
     return MaskedPatches(engine=engine(OUTPUTS["patches"]), seed=3, patch_size=PATCH)
 
 
-@pytest.fixture
-def wrapped(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
-    """Arrays of numpy's that became tensors: to the counter they look like Python's numbers, but they are on the host
-    and stay there."""
-    found: list[torch.Tensor] = []
-    from_numpy = torch.from_numpy
-
-    def noted(array: Any) -> torch.Tensor:
-        found.append(from_numpy(array))
-        return found[-1]
-
-    monkeypatch.setattr(torch, "from_numpy", noted)
-    return found
-
-
-def waits_of_a_step(
-    task: Task, given: Batch, *, outputs: tuple[int, ...], wrapped: list[torch.Tensor]
-) -> dict[str, int]:
-    task.example(given, use="train")  # the first makes the constants
-    wrapped.clear()
+def waits_of_a_step(task: Task, given: Batch, *, outputs: tuple[int, ...]) -> dict[str, int]:
+    count(lambda: task.example(given, use="train"))  # the first makes the constants
     logits = torch.empty(outputs, device=META, requires_grad=True)
     with Operations() as counted:
         example = task.example(given, use="train")
         task.loss(logits, example.targets).backward()
     assert counted.total > 3
-    counted.waits.subtract({"a tensor of Python's values": len(wrapped)})
-    return dict(+counted.waits)
+    return dict(counted.waits)
 
 
 MIXES = [None, Mix("mixup", keep=0.7), Mix("cutmix", keep=0.9, box=Box(top=1, left=0, height=3, width=2))]
@@ -100,29 +81,25 @@ MIXES = [None, Mix("mixup", keep=0.7), Mix("cutmix", keep=0.9, box=Box(top=1, le
 
 @pytest.mark.parametrize("mix", MIXES)
 @pytest.mark.parametrize(("kind", "labels"), [("softmax", "single"), ("sigmoid", "single"), ("sigmoid", "multi")])
-def test_a_step_of_classification_does_not_wait(
-    kind: LossKind, labels: LabelKind, mix: Mix | None, wrapped: list[torch.Tensor]
-):
+def test_a_step_of_classification_does_not_wait(kind: LossKind, labels: LabelKind, mix: Mix | None):
     task = classification(kind=kind, labels=labels)
-    assert waits_of_a_step(task, batch(labels=labels, mix=mix), outputs=OUTPUTS["classes"], wrapped=wrapped) == {}
+    assert waits_of_a_step(task, batch(labels=labels, mix=mix), outputs=OUTPUTS["classes"]) == {}
 
 
-def test_a_step_of_masked_patches_does_not_wait(wrapped: list[torch.Tensor]):
-    assert waits_of_a_step(masked_patches(), batch(), outputs=OUTPUTS["patches"], wrapped=wrapped) == {}
+def test_a_step_of_masked_patches_does_not_wait():
+    assert waits_of_a_step(masked_patches(), batch(), outputs=OUTPUTS["patches"]) == {}
 
 
 @pytest.mark.parametrize("counted", [COUNT, 4, 0])
 @pytest.mark.parametrize(
     "task", [masked_patches(), classification(kind="softmax", labels="single")], ids=["patches", "classes"]
 )
-def test_an_evaluation_waits_for_none_of_its_batches(task: Any, counted: int, wrapped: list[torch.Tensor]):
+def test_an_evaluation_waits_for_none_of_its_batches(task: Any, counted: int):
     faults: Any = SimpleNamespace(note=lambda *arguments, **options: None)
-    task.example(batch(), use="eval")
-    wrapped.clear()
+    count(lambda: task.example(batch(), use="eval"))
     with Operations() as counter:
         kept = run_model([batch(), batch(counted=counted), batch()], task=task, faults=faults)
-    counter.waits.subtract({"a tensor of Python's values": len(wrapped)})
-    assert [len(each) for each in kept.columns] == [COUNT] * 3 and not +counter.waits
+    assert [len(each) for each in kept.columns] == [COUNT] * 3 and not counter.waits
 
 
 def test_the_counter_would_see_what_waits():

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import random
 import time
 from pathlib import Path
 from typing import Any
@@ -70,22 +71,72 @@ def test_every_contender_that_is_installed_agrees_with_the_bar(tmp_path: Path):
     rows = rows_of(run)
     assert {row.contender for row in rows} == set(CONTENDERS)
     assert [void(row, bar=rows[0]) for row in rows] == [None] * len(rows)
-    assert [row.outcome["note"] for row in rows if row.contender == "deepspeed"] == [""]  # it was really DeepSpeed
+    notes = {row.contender: row.outcome["note"] for row in rows}
+    assert notes["deepspeed"] == ""  # it was really DeepSpeed
+    assert "2 processes" in notes["ours-2"] and "gloo" in notes["ours-2"]
 
 
-def test_a_turn_that_lasts_too_long_is_ended_and_after_the_deadline_none_begins(tmp_path: Path):
-    turns = [gpu.Turn("timm", "tiny", 0.1), gpu.Turn("timm", "tiny", 300)]
-    run = gpu.run(turns[:1], course=SHORT, out=tmp_path / "gpu.json", deadline=None)
-    late = gpu.run(turns[1:], course=SHORT, out=tmp_path / "gpu.json", deadline=time.monotonic() + 1)
-    assert [each.outcomes[0]["measured"] for each in (run, late)] == [None, None]
-    assert late.outcomes[0]["failure"].startswith("not run")
+STAND_IN = """
+import json, os, sys, time
+what, size, course, descriptor = sys.argv[1:5]
+def mark(name, **values):
+    os.write(int(descriptor), (json.dumps({"mark": name, "at": time.monotonic(), **values}) + "\\n").encode())
+if what == "hangs":
+    time.sleep(600)
+mark("so far", result=json.loads(course) | {"contender": what})
+if what == "breaks":
+    sys.exit("RuntimeError: after its first block")
+mark("end", result=json.loads(course) | {"contender": what, "note": "whole"})
+"""
 
 
-def test_the_full_plan_names_what_there_is_and_begins_with_what_matters():
+@pytest.fixture
+def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contenders without torch, that give what they are given."""
+    monkeypatch.setattr(gpu, "_gpu_name", lambda: "")
+    monkeypatch.setattr(
+        gpu,
+        "_command",
+        lambda turn, *, course: [gpu.sys.executable, "-c", STAND_IN, turn.what, turn.size, json.dumps(course)],
+    )
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_a_turn_that_hangs_is_ended_and_one_that_breaks_keeps_what_it_measured(tmp_path: Path):
+    turns = [gpu.Turn("hangs", "tiny", 0.3), gpu.Turn("breaks", "tiny", 300), gpu.Turn("runs", "tiny", 300)]
+    run = gpu.run(turns, course=outcome("", ms=3.0), out=tmp_path / "gpu.json", deadline=None)
+    hung, broken, whole = run.outcomes
+    assert hung["measured"] is None and "0.3 s" in hung["failure"]
+    assert [row.step_ms for row in rows_of(run)] == [3.0, 3.0]
+    assert "after its first block" in broken["note"] and whole["note"] == "whole"
+    assert "after its first block" in "\n".join(report(run))
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_after_the_deadline_no_turn_begins(tmp_path: Path):
+    run = gpu.run([gpu.Turn("runs", "tiny", 300)], course={}, out=tmp_path / "gpu.json", deadline=time.monotonic() + 1)
+    assert run.outcomes[0]["failure"].startswith("not run")
+
+
+@pytest.mark.parametrize("share", [0.0, 0.4, 1.0, None])  # of its limit that each turn takes; None: a random one
+@pytest.mark.parametrize("budget", [60.0, 300.0, 560.0, 900.0])
+def test_the_turns_never_take_more_than_there_is_and_each_gets_what_it_needs(budget: float, share: float | None):
+    left, draw = budget, random.Random(0)
+    needed = sum(turn.least_seconds for turn in gpu.FULL)
+    for number, turn in enumerate(gpu.FULL):
+        limit = gpu.limit_seconds(turn, later=gpu.FULL[number + 1 :], left=left)
+        assert limit <= left
+        assert limit >= turn.least_seconds or budget < needed
+        left -= limit * (draw.random() if share is None else share)
+
+
+def test_the_full_plan_fits_its_minutes_from_cold_and_begins_with_what_matters():
+    assert sum(turn.least_seconds for turn in gpu.FULL) <= 60 * gpu.MINUTES - gpu.END_SECONDS
+    assert len(gpu.FULL) == 16
     whole = [turn for turn in gpu.FULL if turn.what != "ceilings"]
     assert {turn.what for turn in whole} == set(CONTENDERS)
     assert all(size in SIZES for turn in gpu.FULL for size in turn.size.split("+"))
-    assert [turn.what for turn in gpu.FULL[:4]] == ["ceilings", "bar", "ours", "bar"]
+    assert [turn.what for turn in gpu.FULL[:4]] == ["bar", "ours", "ceilings", "bar"]
 
 
 @pytest.mark.parametrize(
@@ -113,7 +164,7 @@ def test_ratios_and_mfu_are_by_the_products_own_account():
 def test_what_is_not_there_is_said_and_not_guessed():
     missing = {"contender": "trainer", "size": "L/16@224 b256", "measured": None, "failure": "not installed: x"}
     without_split = copy.deepcopy(outcome("bar", ms=100.0))
-    without_split["measured"] |= {"split": None, "peak_allocated_bytes": None, "phase_ms": {"whole": 3.0}}
+    without_split["measured"] |= {"split": None, "peak_allocated_bytes": None, "phase_ms": {}, "host_ms": None}
     text = "\n".join(report(GpuResults(Machine(None, {}), {"failure": "ended after 60 s"}, [without_split, missing])))
     assert "not installed: x" in text and "ceilings: ended after 60 s" in text and "no GPU" in text
 
@@ -148,12 +199,14 @@ def test_time_that_kernels_share_counts_once_and_gaps_are_idle():
 
 
 def test_the_meter_reads_two_losses_and_times_whole_blocks():
-    meter = Meter(Course(blocks=2, block=3, singles=2, profiled=0), device=CPU)
+    blocks: list[int] = []
+    course = Course(blocks=2, block=3, singles=2, profiled=0)
+    meter = Meter(course, device=CPU, tell=lambda so_far: blocks.append(len(so_far.block_ms)))
     for step in range(1, meter.course.steps + 1):
         meter.begin()
         meter.phase_done()
         meter.phase_done()
         meter.end(torch.tensor(float(step)))
     found = meter.result()
-    assert found.losses == {1: 1.0, 10: 10.0} and len(found.block_ms) == 2
+    assert found.losses == {1: 1.0, 10: 10.0} and len(found.block_ms) == 2 and blocks == [1, 2]
     assert set(found.phase_ms) == {"forward", "backward", "optimizer"} and found.split is None

@@ -1,5 +1,6 @@
 """The counter of operations: each kind of wait is seen, and what does not wait is not."""
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -25,8 +26,11 @@ ON_HOST = torch.arange(6.0)
         (lambda: ON_HOST.to("meta"), "a blocking copy"),
         (lambda: torch.empty(6, device="meta").copy_(ON_HOST), "a blocking copy"),
         (lambda: torch.tensor([0.5]), "a tensor of Python's values"),
-        (lambda: ON_HOST.to("meta", non_blocking=True), None),
-        (lambda: torch.empty(6, device="meta").copy_(ON_HOST, non_blocking=True), None),
+        (lambda: ON_HOST.to("meta", non_blocking=True), "a copy from pageable memory"),
+        (lambda: torch.empty(6, device="meta").copy_(ON_HOST, non_blocking=True), "a copy from pageable memory"),
+        (lambda: ON_HOST.pin_memory().to("meta", non_blocking=True), None),
+        (lambda: torch.empty(4, device="meta").copy_(ON_HOST.pin_memory()[2:], non_blocking=True), None),
+        (lambda: torch.from_numpy(np.zeros(6)), None),
         (lambda: ON_HOST[torch.zeros(2, dtype=torch.long)], None),
         (lambda: torch.where(ON_HOST > 2, ON_HOST, 0.0), None),
         (lambda: torch.full((), 0.5), None),
