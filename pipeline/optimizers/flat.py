@@ -78,7 +78,8 @@ class FlatOptimizer(torch.optim.Optimizer):
             return self._inner
         self._complete(state, master)
         groups = [{"params": [master.detach()[start:stop]], **rule} for start, stop, rule in self._segments]
-        inner: Any = optimizer_over(groups, self._config) if groups else None
+        rates = "few" if self._config.layer_decay == 1.0 else "many"
+        inner: Any = optimizer_over(groups, self._config, rates=rates) if groups else None
         for number, (start, stop, _) in enumerate(self._segments):
             own = {name: tensor[start:stop] for name, tensor in state.items() if name != "step"}
             if "step" in state:  # each segment counts; the first one's count is saved

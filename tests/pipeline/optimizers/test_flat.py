@@ -79,7 +79,7 @@ def gradients(model: nn.Module, step: int) -> dict[str, Tensor]:
 def test_twenty_steps_with_one_nan_are_torchs(
     kind: dict[str, Any], settings: dict[str, Any], poisoned_at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shardvit.pipeline.optimizers.bf16_moment.BF16_CHUNK_ELEMENTS", 7)
+    monkeypatch.setattr("shardvit.pipeline.optimizers.pieces.CHUNK_ELEMENTS", 7)
     monkeypatch.setitem(globals(), "POISONED", poisoned_at)
     config, oracle = OptimizerConfig(**kind, **settings), Model()
     theirs = build_optimizer(oracle, config)
