@@ -41,6 +41,9 @@ class Chunk:
     def state(self, name: str) -> list[Tensor]:
         return [each[name] for each in self.states]
 
+    def counts(self) -> list[Tensor]:
+        return [each["step"] for each in self.states if "step" in each]
+
     def gradient(self, verdict: Verdict) -> Tensor:
         """Join the clipped gradients; zeros in a step that is skipped."""
         flat = torch.cat(self.gradients)
@@ -70,8 +73,9 @@ class PieceOptimizer(torch.optim.Optimizer, ABC):
         skip = getattr(self, "found_inf", None)
         skip = torch.zeros((), device=chunks[0].weights[0].device) if skip is None else skip
         verdict = Verdict(skip, applied=1 - skip, divisor=getattr(self, "grad_scale", None))
-        if counts := [state["step"] for state in self.state.values() if "step" in state]:
-            torch._foreach_add_(counts, verdict.applied, alpha=1)  # without alpha, torch reads a scalar
+        counts = {id(count): count for chunk in chunks for count in chunk.counts()}  # a cut parameter has one
+        if counts:
+            torch._foreach_add_([*counts.values()], verdict.applied, alpha=1)  # without alpha, torch reads a scalar
         for chunk in chunks:
             change = torch.cat(chunk.weights)
             pieces = chunk.cut(change)

@@ -28,6 +28,7 @@ SETTINGS: list[dict[str, Any]] = [
     {"weight_decay": 0.3},
     {"weight_decay": 0.3, "head_weight_decay": 2.0, "head_lr_factor": 0.1},
     {"weight_decay": 0.3, "weight_decay_unit": "schedule", "head_lr_factor": 4.0},
+    {"weight_decay": 0.3, "layer_decay": 0.6},
 ]
 
 
@@ -46,6 +47,9 @@ class Model(nn.Sequential):
         self.add_module("trunk", nn.Linear(4, 6))
         self.add_module("norm", nn.LayerNorm(6))
         self.add_module("head", nn.Linear(6, 3))
+
+    def group_matcher(self, *, coarse: bool) -> dict[str, Any]:
+        return {"stem": r"^trunk", "blocks": [(r"^norm", (0,)), (r"^head", (99_999,))]}
 
 
 def flattened(model: nn.Module, config: OptimizerConfig, **how: Any) -> tuple[FlatOptimizer, dict[str, Tensor]]:
