@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardvit.pipeline.optimizers.pieces import Chunk, PieceOptimizer, Verdict
+from shardvit.pipeline.optimizers.pieces import Chunk, PieceOptimizer, StepTerms
 
 _DECAY_POWER = 0.8
 _MOST_DECAY = 0.999
@@ -41,14 +41,14 @@ class BigVisionAdafactor(PieceOptimizer):
             state[name] = torch.zeros(sizes, device=parameter.device)
         return state
 
-    def descend(self, chunk: Chunk, change: Tensor, verdict: Verdict) -> None:
-        gradient = chunk.gradient(verdict)
+    def descend(self, chunk: Chunk, change: Tensor, terms: StepTerms) -> None:
+        gradient = chunk.gradient(terms)
         steps = chunk.states[0]["step"].clamp(min=1)  # 0 if the very first step is skipped
-        add = steps.pow_(-_DECAY_POWER).clamp_(min=1 - _MOST_DECAY).mul_(verdict.applied)
+        add = steps.pow_(-_DECAY_POWER).clamp_(min=1 - _MOST_DECAY).mul_(terms.applied)
         scaled = _scaled(gradient.view(-1, *(chunk.shape or ())), chunk, add=add).view(-1)
-        scaled.masked_fill_(verdict.skip > 0, 0.0)  # nan before the first step
+        scaled.masked_fill_(terms.skip > 0, 0.0)  # nan before the first step
         momentum = self.defaults["momentum"]
-        change.sub_(self.moved(chunk, scaled, keep=momentum, add=1 - momentum, verdict=verdict))
+        change.sub_(self.moved(chunk, scaled, keep=momentum, add=1 - momentum, terms=terms))
 
 
 _FACTORS = ("exp_avg_sq_row", "exp_avg_sq_column")

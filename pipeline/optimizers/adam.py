@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardvit.pipeline.optimizers.pieces import Chunk, PieceOptimizer, Verdict, rounded
+from shardvit.pipeline.optimizers.pieces import Chunk, PieceOptimizer, StepTerms, rounded
 
 
 class PieceAdamW(PieceOptimizer):
@@ -27,9 +27,9 @@ class PieceAdamW(PieceOptimizer):
     def start(self, parameter: Tensor, shape: tuple[int, ...] | None) -> dict[str, Tensor]:
         return adam_start(parameter, moment_type=self.moment_type)
 
-    def descend(self, chunk: Chunk, change: Tensor, verdict: Verdict) -> None:
+    def descend(self, chunk: Chunk, change: Tensor, terms: StepTerms) -> None:
         betas, eps = self.defaults["betas"], self.defaults["eps"]
-        adam_descend(chunk, change, verdict, betas=betas, eps=eps, moment_type=self.moment_type)
+        adam_descend(chunk, change, terms, betas=betas, eps=eps, moment_type=self.moment_type)
 
 
 class Lamb(PieceAdamW):
@@ -39,8 +39,8 @@ class Lamb(PieceAdamW):
     def shape(self, group: dict[str, Any], number: int) -> tuple[int, ...] | None:
         return (group["params"][number].numel() // group["parts"][number],) if group["adapts"] else None
 
-    def descend(self, chunk: Chunk, change: Tensor, verdict: Verdict) -> None:
-        super().descend(chunk, change, verdict)
+    def descend(self, chunk: Chunk, change: Tensor, terms: StepTerms) -> None:
+        super().descend(chunk, change, terms)
         if chunk.shape is not None:
             rows = change.view(-1, *chunk.shape)
             weight, update = torch.stack(torch._foreach_norm(chunk.weights)), torch.linalg.vector_norm(rows, dim=1)
@@ -60,7 +60,7 @@ def adam_start(parameter: Tensor, *, moment_type: torch.dtype = torch.float32) -
 def adam_descend(
     chunk: Chunk,
     change: Tensor,
-    verdict: Verdict,
+    terms: StepTerms,
     *,
     betas: tuple[float, float],
     eps: float,
@@ -71,7 +71,7 @@ def adam_descend(
     beta1, beta2 = betas
     if moment_type != torch.float32:
         excess = rounded(beta1, moment_type) / beta1 - 1 if beta1 else 0.0
-        exact = chunk.cut(torch.cat(moments).float().mul_(verdict.applied * excess + 1))
+        exact = chunk.cut(torch.cat(moments).float().mul_(terms.applied * excess + 1))
     torch._fused_adamw_(
         chunk.cut(change),
         chunk.gradients,
@@ -86,8 +86,8 @@ def adam_descend(
         eps=eps,
         amsgrad=False,
         maximize=False,
-        grad_scale=verdict.divisor,
-        found_inf=verdict.skip,
+        grad_scale=terms.divisor,
+        found_inf=terms.skip,
     )
     if exact is not moments:
         torch._foreach_copy_(moments, exact)

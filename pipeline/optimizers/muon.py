@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shardvit.pipeline.optimizers.adam import adam_descend, adam_start
-from shardvit.pipeline.optimizers.pieces import Chunk, PieceOptimizer, Verdict
+from shardvit.pipeline.optimizers.pieces import Chunk, PieceOptimizer, StepTerms
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _ITERATIONS = 5
@@ -32,12 +32,12 @@ class Muon(PieceOptimizer):
     def start(self, parameter: Tensor, shape: tuple[int, ...] | None) -> dict[str, Tensor]:
         return adam_start(parameter) if shape is None else {self.moment: torch.zeros_like(parameter.detach())}
 
-    def descend(self, chunk: Chunk, change: Tensor, verdict: Verdict) -> None:
+    def descend(self, chunk: Chunk, change: Tensor, terms: StepTerms) -> None:
         if chunk.shape is None:
-            adam_descend(chunk, change, verdict, betas=self.defaults["betas"], eps=self.defaults["eps"])
+            adam_descend(chunk, change, terms, betas=self.defaults["betas"], eps=self.defaults["eps"])
             return
-        gradient, momentum = chunk.gradient(verdict), self.defaults["momentum"]
-        moved = torch.cat(chunk.state(self.moment)).lerp_(gradient, verdict.applied * (1 - momentum))
+        gradient, momentum = chunk.gradient(terms), self.defaults["momentum"]
+        moved = torch.cat(chunk.state(self.moment)).lerp_(gradient, terms.applied * (1 - momentum))
         torch._foreach_copy_(chunk.state(self.moment), chunk.cut(moved))
         matrices = gradient.lerp_(moved, momentum).view(-1, *chunk.shape)
         change.view_as(matrices).sub_(orthogonalised(matrices), alpha=_RMS * max(chunk.shape) ** 0.5)

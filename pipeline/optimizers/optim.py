@@ -36,7 +36,7 @@ def optimizer_over(
             return PieceAdamW(groups, lr=lr, betas=betas, eps=eps, moment_type=moment_type)
         case "adamw":
             return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
-        case "sgd" if by_pieces and (momentum or moment_type != torch.float32):
+        case "sgd" if by_pieces:
             return PieceSgd(groups, lr=lr, momentum=momentum, moment_type=moment_type)
         case "sgd":
             return DecoupledSgd(groups, lr=lr, momentum=momentum)

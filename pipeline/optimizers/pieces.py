@@ -19,7 +19,7 @@ from torch import Tensor
 CHUNK_ELEMENTS = 1 << 24  # 64 MiB of float32: bounds a step's temporaries
 
 
-class Verdict(NamedTuple):
+class StepTerms(NamedTuple):
     """How to apply the gradients; float32 scalars on their device."""
 
     skip: Tensor  # 1: change nothing, else 0
@@ -44,12 +44,12 @@ class Chunk:
     def counts(self) -> list[Tensor]:
         return [each["step"] for each in self.states if "step" in each]
 
-    def gradient(self, verdict: Verdict) -> Tensor:
+    def gradient(self, terms: StepTerms) -> Tensor:
         """Join the clipped gradients; zeros in a step that is skipped."""
         flat = torch.cat(self.gradients)
-        if verdict.divisor is not None:
-            flat.div_(verdict.divisor)
-        return flat.masked_fill_(verdict.skip > 0, 0.0)
+        if terms.divisor is not None:
+            flat.div_(terms.divisor)
+        return flat.masked_fill_(terms.skip > 0, 0.0)
 
     def cut(self, flat: Tensor) -> list[Tensor]:
         """View the pieces in a joined tensor."""
@@ -72,21 +72,21 @@ class PieceOptimizer(torch.optim.Optimizer, ABC):
             return
         skip = getattr(self, "found_inf", None)
         skip = torch.zeros((), device=chunks[0].weights[0].device) if skip is None else skip
-        verdict = Verdict(skip, applied=1 - skip, divisor=getattr(self, "grad_scale", None))
+        terms = StepTerms(skip, applied=1 - skip, divisor=getattr(self, "grad_scale", None))
         counts = {id(count): count for chunk in chunks for count in chunk.counts()}  # a cut parameter has one
         if counts:
-            torch._foreach_add_([*counts.values()], verdict.applied, alpha=1)  # without alpha, torch reads a scalar
+            torch._foreach_add_([*counts.values()], terms.applied, alpha=1)  # without alpha, torch reads a scalar
         for chunk in chunks:
             change = torch.cat(chunk.weights)
             pieces = chunk.cut(change)
             torch._foreach_mul_(pieces, [-each for each in chunk.decays])
-            self.descend(chunk, change, verdict)
+            self.descend(chunk, change, terms)
             torch._foreach_mul_(pieces, chunk.rates)
-            change.mul_(verdict.applied)
+            change.mul_(terms.applied)
             torch._foreach_add_(chunk.weights, pieces)
 
     @abstractmethod
-    def descend(self, chunk: Chunk, change: Tensor, verdict: Verdict) -> None:
+    def descend(self, chunk: Chunk, change: Tensor, terms: StepTerms) -> None:
         """Move the state, and subtract the update from `change`, the joined weights times minus their decay. In a step
         that is skipped the state must stay, and `change` finite."""
 
@@ -97,10 +97,10 @@ class PieceOptimizer(torch.optim.Optimizer, ABC):
     def shape(self, group: dict[str, Any], number: int) -> tuple[int, ...] | None:
         """Return the shape in which to stack a group's parameter, or its equal parts; None: its law is elementwise."""
 
-    def moved(self, chunk: Chunk, values: Tensor, *, keep: float, add: float, verdict: Verdict) -> Tensor:
+    def moved(self, chunk: Chunk, values: Tensor, *, keep: float, add: float, terms: StepTerms) -> Tensor:
         """Move `moment`, m <- keep m + add values, and return it unrounded. As in optax, `keep` has its type too."""
         exact = torch.cat(chunk.state(self.moment)).float()
-        exact.mul_(verdict.skip.clamp(min=rounded(keep, self.moment_type))).add_(values, alpha=add)
+        exact.mul_(terms.skip.clamp(min=rounded(keep, self.moment_type))).add_(values, alpha=add)
         torch._foreach_copy_(chunk.state(self.moment), chunk.cut(exact))
         return exact
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardvit.pipeline.optimizers.pieces import Chunk, PieceOptimizer, Verdict
+from shardvit.pipeline.optimizers.pieces import Chunk, PieceOptimizer, StepTerms
 
 
 class DecoupledSgd(torch.optim.SGD):
@@ -40,14 +40,17 @@ class DecoupledSgd(torch.optim.SGD):
 
 
 class PieceSgd(PieceOptimizer):
-    """For a momentum in bf16, or many learning rates."""
+    """For a momentum in bf16, or many learning rates; in float32 a momentum of 0 has no state, as with torch."""
 
     def __init__(self, groups: Any, *, lr: float, momentum: float, moment_type: torch.dtype) -> None:
         super().__init__(groups, moment="momentum_buffer", moment_type=moment_type, lr=lr, momentum=momentum)
+        self._has_none = not momentum and moment_type == torch.float32
 
     def start(self, parameter: Tensor, shape: tuple[int, ...] | None) -> dict[str, Tensor]:
+        if self._has_none:
+            return {}
         return {self.moment: torch.zeros_like(parameter, dtype=self.moment_type, requires_grad=False)}
 
-    def descend(self, chunk: Chunk, change: Tensor, verdict: Verdict) -> None:
-        gradient, momentum = chunk.gradient(verdict), self.defaults["momentum"]
-        change.sub_(self.moved(chunk, gradient, keep=momentum, add=1.0, verdict=verdict))
+    def descend(self, chunk: Chunk, change: Tensor, terms: StepTerms) -> None:
+        gradient, momentum = chunk.gradient(terms), self.defaults["momentum"]
+        change.sub_(gradient if self._has_none else self.moved(chunk, gradient, keep=momentum, add=1.0, terms=terms))

@@ -178,6 +178,25 @@ def test_a_state_that_timms_wrote_goes_on(name: str) -> None:
     assert not any("use_fallback" in group or "always_adapt" in group for group in ours.param_groups)
 
 
+def test_adafactors_earlier_states_have_flaxs_shapes() -> None:
+    """Of biases: which of q, k and v, heads, channels."""
+    model = vit(width=32)
+    optimizer = build_optimizer(model, config_of("adafactor"))
+    advance(model, optimizer, range(3))
+    saved = copy.deepcopy(optimizer.state_dict())
+    earlier = [state for state in saved["state"].values() if state["exp_avg"].shape == (3 * 32,)]
+    for state in earlier:
+        state["exp_avg_sq"] = state["exp_avg_sq"].view(3, 2, 16)
+    assert len(earlier) == 2
+    other = copy.deepcopy(model)
+    resumed = build_optimizer(other, config_of("adafactor"))
+    resumed.load_state_dict(saved)
+    for each in ((model, optimizer), (other, resumed)):
+        advance(*each, range(3, 6))
+    for one, two in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(one, two)
+
+
 def _unclipped(model: nn.Module, optimizer: Any, steps: range) -> None:
     for step in steps:
         generator = torch.Generator().manual_seed(step)
@@ -221,7 +240,9 @@ def flat_of(
 
 
 @pytest.mark.parametrize(
-    "kind", [{"name": "adamw"}, KINDS["adamw bf16"], {"name": "sgd"}, KINDS["sgd bf16"]], ids=lambda kind: str(kind)
+    "kind",
+    [{"name": "adamw"}, KINDS["adamw bf16"], {"name": "sgd"}, {"name": "sgd", "momentum": 0.0}, KINDS["sgd bf16"]],
+    ids=lambda kind: " ".join(map(str, kind.values())),
 )
 def test_layer_decay_of_a_flat_piece_takes_few_operations_and_the_same_bits_for_every_cut(kind: dict[str, Any]) -> None:
     model = vit(depth=24)
