@@ -10,6 +10,7 @@ import pytest
 import timm.optim
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardvit.launch.bench.operations import Operations, count
 from shardvit.model.config import ModelConfig
@@ -76,11 +77,39 @@ def assert_same(one: tuple[nn.Module, Any], other: tuple[nn.Module, Any]) -> Non
 @pytest.mark.parametrize("layer_decay", [1.0, 0.75])
 @pytest.mark.parametrize("name", KINDS)
 def test_twenty_four_blocks_take_few_operations_and_read_nothing(name: str, layer_decay: float) -> None:
-    model = vit(depth=24)
-    optimizer = build_optimizer(model, config_of(name, layer_decay=layer_decay))
-    advance(model, optimizer, range(1))  # makes the moments
+    model = vit(depth=24).to("meta")  # stands for a GPU, and has no values to read
+    optimizer: Any = build_optimizer(model, config_of(name, layer_decay=layer_decay))
+    for parameter in model.parameters():
+        parameter.grad = torch.empty_like(parameter)
+    optimizer.found_inf, optimizer.grad_scale = (torch.empty((), device="meta") for _ in range(2))
+    optimizer.step()  # makes the moments
     counted = count(optimizer.step)
     assert counted.total <= OPERATIONS[name] and not counted.waits
+    assert all(each.is_meta for state in optimizer.state.values() for each in state.values())
+
+
+class Largest(TorchDispatchMode):
+    """The most elements of a new tensor."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and not func.is_view:
+            self.elements = max(self.elements, result.numel())
+        return result
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_temporaries_do_not_grow_with_the_model(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for a tensor that cannot be cut."""
+    monkeypatch.setattr(pieces, "CHUNK_ELEMENTS", 4 * 32 * 32)  # of the largest kernel
+    model = vit(depth=6, width=32)
+    optimizer = build_optimizer(model, config_of(name))
+    advance(model, optimizer, range(1))
+    with Largest() as largest:
+        optimizer.step()
+    assert largest.elements == pieces.CHUNK_ELEMENTS
 
 
 @pytest.mark.parametrize("name", KINDS)
