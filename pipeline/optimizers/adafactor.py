@@ -46,7 +46,7 @@ class BigVisionAdafactor(PieceOptimizer):
         steps = chunk.states[0]["step"].clamp(min=1)  # 0 if the very first step is skipped
         add = steps.pow_(-_DECAY_POWER).clamp_(min=1 - _MOST_DECAY).mul_(terms.applied)
         scaled = _scaled(gradient.view(-1, *(chunk.shape or ())), chunk, add=add).view(-1)
-        scaled.masked_fill_(terms.skip > 0, 0.0)  # nan before the first step
+        scaled.masked_fill_(terms.skipped, 0.0)  # nan before the first step
         momentum = self.defaults["momentum"]
         change.sub_(self.moved(chunk, scaled, keep=momentum, add=1 - momentum, terms=terms))
 

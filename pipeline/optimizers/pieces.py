@@ -20,9 +20,10 @@ CHUNK_ELEMENTS = 1 << 24  # 64 MiB of float32: bounds a step's temporaries
 
 
 class StepTerms(NamedTuple):
-    """How to apply the gradients; float32 scalars on their device."""
+    """How to apply the gradients; scalars on their device, float32 unless noted."""
 
     skip: Tensor  # 1: change nothing, else 0
+    skipped: Tensor  # the same as a bool
     applied: Tensor  # 1 - skip
     divisor: Tensor | None  # of the gradients
 
@@ -49,7 +50,7 @@ class Chunk:
         flat = torch.cat(self.gradients)
         if terms.divisor is not None:
             flat.div_(terms.divisor)
-        return flat.masked_fill_(terms.skip > 0, 0.0)
+        return flat.masked_fill_(terms.skipped, 0.0)
 
     def cut(self, flat: Tensor) -> list[Tensor]:
         """View the pieces in a joined tensor."""
@@ -72,7 +73,7 @@ class PieceOptimizer(torch.optim.Optimizer, ABC):
             return
         skip = getattr(self, "found_inf", None)
         skip = torch.zeros((), device=chunks[0].weights[0].device) if skip is None else skip
-        terms = StepTerms(skip, applied=1 - skip, divisor=getattr(self, "grad_scale", None))
+        terms = StepTerms(skip, skipped=skip > 0, applied=1 - skip, divisor=getattr(self, "grad_scale", None))
         counts = {id(count): count for chunk in chunks for count in chunk.counts()}  # a cut parameter has one
         if counts:
             torch._foreach_add_([*counts.values()], terms.applied, alpha=1)  # without alpha, torch reads a scalar

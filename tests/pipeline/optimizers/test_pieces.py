@@ -31,7 +31,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "muon": {"name": "muon"},
 }
 # Of 24 blocks' 296 tensors; the rest of an engine's step takes 30. torch's and timm's took 3,300 to 5,300.
-OPERATIONS = {"adamw bf16": 15, "sgd bf16": 20, "adafactor": 190, "lamb": 75, "muon": 150}
+OPERATIONS = {"adamw bf16": 15, "sgd bf16": 17, "adafactor": 175, "lamb": 69, "muon": 142}
 
 VECTOR = 16  # torch's AdamW rounds the rest of a tensor, below this many elements, differently on a CPU
 
