@@ -6,7 +6,7 @@ step t is min(0.999, 1 - t^-0.8); the learning rate is not scaled by the paramet
 rounded value, and factors dimensions from 16 up, not 32.
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -22,18 +22,15 @@ _EPS = 1e-30
 class BigVisionAdafactor(PieceOptimizer):
     """A group's `shapes` are those its parameters are factored in; flax gives attention's a heads dimension."""
 
-    def __init__(self, groups: Any, *, lr: float, momentum: float, moment_type: torch.dtype) -> None:
-        super().__init__(groups, moment="exp_avg", moment_type=moment_type, lr=lr, momentum=momentum)
+    moment: ClassVar = "exp_avg"
 
     def shape(self, group: dict[str, Any], number: int) -> tuple[int, ...] | None:
         shape = tuple(group["shapes"][number])
         return None if _factored_dimensions(shape) is None else shape
 
     def start(self, parameter: Tensor, shape: tuple[int, ...] | None) -> dict[str, Tensor]:
-        state = {
-            "exp_avg": torch.zeros_like(parameter, dtype=self.moment_type, requires_grad=False),
-            "step": torch.zeros((), device=parameter.device),
-        }
+        momentum = torch.zeros_like(parameter, dtype=self.moment_type, requires_grad=False)
+        state = {"exp_avg": momentum, "step": torch.zeros((), device=parameter.device)}
         if shape is None:
             return {**state, "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False)}
         for name, dimension in zip(_FACTORS, reversed(_factored_dimensions(shape) or ()), strict=True):

@@ -8,7 +8,7 @@ With the first moment in bf16, as in Google's recipes, a step applies it in floa
 AdamW is elementwise, so ZeRO may cut parameters anywhere.
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -17,19 +17,30 @@ from shardvit.pipeline.optimizers.pieces import Chunk, PieceOptimizer, StepTerms
 
 
 class PieceAdamW(PieceOptimizer):
-    """AdamW (Loshchilov and Hutter; decay times learning rate)."""
+    """AdamW (Loshchilov and Hutter; decay times learning rate); has the defaults `betas` and `eps`."""
 
-    def __init__(
-        self, groups: Any, *, lr: float, betas: tuple[float, float], eps: float, moment_type: torch.dtype
-    ) -> None:
-        super().__init__(groups, moment="exp_avg", moment_type=moment_type, lr=lr, betas=betas, eps=eps)
+    moment: ClassVar = "exp_avg"
 
     def start(self, parameter: Tensor, shape: tuple[int, ...] | None) -> dict[str, Tensor]:
-        return adam_start(parameter, moment_type=self.moment_type)
+        return {
+            "step": torch.zeros((), device=parameter.device),
+            "exp_avg": torch.zeros_like(parameter, dtype=self.moment_type, requires_grad=False),
+            "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
+        }
 
     def descend(self, chunk: Chunk, change: Tensor, terms: StepTerms) -> None:
-        betas, eps = self.defaults["betas"], self.defaults["eps"]
-        adam_descend(chunk, change, terms, betas=betas, eps=eps, moment_type=self.moment_type)
+        (beta1, beta2), moments = self.defaults["betas"], chunk.state("exp_avg")
+        exact = moments
+        if self.moment_type != torch.float32:
+            excess = rounded(beta1, self.moment_type) / beta1 - 1 if beta1 else 0.0
+            exact = chunk.cut(torch.cat(moments).float().mul_(terms.applied * excess + 1))
+        plain: dict[str, Any] = {"lr": 1.0, "weight_decay": 0.0, "amsgrad": False, "maximize": False}
+        own = {"beta1": beta1, "beta2": beta2, "eps": self.defaults["eps"]}
+        verdict = {"grad_scale": terms.divisor, "found_inf": terms.skip}
+        seconds, steps = chunk.state("exp_avg_sq"), chunk.state("step")
+        torch._fused_adamw_(chunk.cut(change), chunk.gradients, exact, seconds, [], steps, **plain, **own, **verdict)
+        if exact is not moments:
+            torch._foreach_copy_(moments, exact)
 
 
 class Lamb(PieceAdamW):
@@ -44,50 +55,4 @@ class Lamb(PieceAdamW):
         if chunk.shape is not None:
             rows = change.view(-1, *chunk.shape)
             weight, update = torch.stack(torch._foreach_norm(chunk.weights)), torch.linalg.vector_norm(rows, dim=1)
-            ratio = torch.where(torch.minimum(weight, update) > 0, weight / update, 1.0)
-            rows.mul_(ratio.unsqueeze(1))
-
-
-def adam_start(parameter: Tensor, *, moment_type: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """Make Adam's state before the first step."""
-    return {
-        "step": torch.zeros((), device=parameter.device),
-        "exp_avg": torch.zeros_like(parameter, dtype=moment_type, requires_grad=False),
-        "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
-    }
-
-
-def adam_descend(
-    chunk: Chunk,
-    change: Tensor,
-    terms: StepTerms,
-    *,
-    betas: tuple[float, float],
-    eps: float,
-    moment_type: torch.dtype = torch.float32,
-) -> None:
-    """Move Adam's moments, and subtract its update from `change`: see `PieceOptimizer.descend`."""
-    moments = exact = chunk.state("exp_avg")
-    beta1, beta2 = betas
-    if moment_type != torch.float32:
-        excess = rounded(beta1, moment_type) / beta1 - 1 if beta1 else 0.0
-        exact = chunk.cut(torch.cat(moments).float().mul_(terms.applied * excess + 1))
-    torch._fused_adamw_(
-        chunk.cut(change),
-        chunk.gradients,
-        exact,
-        chunk.state("exp_avg_sq"),
-        [],
-        chunk.state("step"),
-        lr=1.0,
-        beta1=beta1,
-        beta2=beta2,
-        weight_decay=0.0,
-        eps=eps,
-        amsgrad=False,
-        maximize=False,
-        grad_scale=terms.divisor,
-        found_inf=terms.skip,
-    )
-    if exact is not moments:
-        torch._foreach_copy_(moments, exact)
+            rows.mul_(torch.where(torch.minimum(weight, update) > 0, weight / update, 1.0).unsqueeze(1))

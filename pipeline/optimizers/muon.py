@@ -1,8 +1,7 @@
 """Muon (Keller Jordan): momentum orthogonalised by Newton-Schulz, for a batch of equal matrices at a time.
 
 As timm's, with Nesterov momentum, iterations in bf16, and updates scaled like AdamW's (arXiv 2502.16982), so that AdamW
-on the other parameters shares learning rate and decay. Takes whole parameters; a convolution is the matrix of its
-outputs.
+on the other parameters shares learning rate and decay. Takes whole parameters, a convolution as a matrix of outputs.
 """
 
 from typing import Any
@@ -10,35 +9,33 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardvit.pipeline.optimizers.adam import adam_descend, adam_start
-from shardvit.pipeline.optimizers.pieces import Chunk, PieceOptimizer, StepTerms
+from shardvit.pipeline.optimizers.adam import PieceAdamW
+from shardvit.pipeline.optimizers.pieces import Chunk, StepTerms
 
+_BUFFER = "momentum_buffer"
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _ITERATIONS = 5
 _LEAST_NORM = 1e-7
 _RMS = 0.2  # of AdamW's updates
 
 
-class Muon(PieceOptimizer):
-    """A group is `orthogonal`, or has AdamW."""
-
-    def __init__(self, groups: Any, *, lr: float, momentum: float, betas: tuple[float, float], eps: float) -> None:
-        super().__init__(groups, moment="momentum_buffer", lr=lr, momentum=momentum, betas=betas, eps=eps)
+class Muon(PieceAdamW):
+    """A group is `orthogonal`, or has AdamW; has the default `momentum` too."""
 
     def shape(self, group: dict[str, Any], number: int) -> tuple[int, ...] | None:
         parameter = group["params"][number]
         return (parameter.shape[0], parameter[0].numel()) if group["orthogonal"] else None
 
     def start(self, parameter: Tensor, shape: tuple[int, ...] | None) -> dict[str, Tensor]:
-        return adam_start(parameter) if shape is None else {self.moment: torch.zeros_like(parameter.detach())}
+        return {_BUFFER: torch.zeros_like(parameter.detach())} if shape else super().start(parameter, shape)
 
     def descend(self, chunk: Chunk, change: Tensor, terms: StepTerms) -> None:
         if chunk.shape is None:
-            adam_descend(chunk, change, terms, betas=self.defaults["betas"], eps=self.defaults["eps"])
+            super().descend(chunk, change, terms)
             return
         gradient, momentum = chunk.gradient(terms), self.defaults["momentum"]
-        moved = torch.cat(chunk.state(self.moment)).lerp_(gradient, terms.applied * (1 - momentum))
-        torch._foreach_copy_(chunk.state(self.moment), chunk.cut(moved))
+        moved = torch.cat(chunk.state(_BUFFER)).lerp_(gradient, terms.applied * (1 - momentum))
+        torch._foreach_copy_(chunk.state(_BUFFER), chunk.cut(moved))
         matrices = gradient.lerp_(moved, momentum).view(-1, *chunk.shape)
         change.view_as(matrices).sub_(orthogonalised(matrices), alpha=_RMS * max(chunk.shape) ** 0.5)
 

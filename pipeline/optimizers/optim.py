@@ -43,7 +43,7 @@ def optimizer_over(
         case "adafactor":
             return BigVisionAdafactor(groups, lr=lr, momentum=momentum, moment_type=moment_type)
         case "lamb":
-            return Lamb(groups, lr=lr, betas=betas, eps=eps, moment_type=torch.float32)
+            return Lamb(groups, lr=lr, betas=betas, eps=eps)
         case "muon":
             return Muon(groups, lr=lr, momentum=momentum, betas=betas, eps=eps)
         case "custom":

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardvit.pipeline.recipe.optimizer import OptimizerConfig
+from shardvit.pipeline.recipe.vocabulary import OptimizerName
 
 _EMBEDDED = ("pos_embed", "position.", "cls_token", "mask_token")  # as in timm: no decay, layer 0
 _DIMENSIONS_QKV = 4  # of flax's kernels of q, k and v: which, heads, channels of a head, inputs
@@ -52,19 +53,16 @@ def parameter_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str
             "params": members,
             "weight_decay": rule.weight_decay,
             "lr_scale": rule.lr_scale,
-            **_own_keys(config, rule, members, shapes),
+            **_own_keys(config.name, rule, members, shapes),
         }
         for rule, members in sorted(groups.items(), key=lambda each: not each[0].decays)
     ]
 
 
 def _own_keys(
-    config: OptimizerConfig,
-    rule: _Rule,
-    members: list[tuple[str, nn.Parameter]],
-    shapes: dict[str, tuple[int, ...]],
+    name: OptimizerName, rule: _Rule, members: list[tuple[str, nn.Parameter]], shapes: dict[str, tuple[int, ...]]
 ) -> dict[str, Any]:
-    match config.name:
+    match name:
         case "lamb":  # norms and biases take Adam's update, as in LAMB's own code
             parts = [shapes[name][0] if len(shapes.get(name, ())) == _DIMENSIONS_QKV else 1 for name, _ in members]
             return {"adapts": rule.decays, "parts": parts}

@@ -11,7 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,9 +42,6 @@ class Chunk:
     def state(self, name: str) -> list[Tensor]:
         return [each[name] for each in self.states]
 
-    def counts(self) -> list[Tensor]:
-        return [each["step"] for each in self.states if "step" in each]
-
     def gradient(self, terms: StepTerms) -> Tensor:
         """Join the clipped gradients; zeros in a step that is skipped."""
         flat = torch.cat(self.gradients)
@@ -58,12 +55,13 @@ class Chunk:
 
 
 class PieceOptimizer(torch.optim.Optimizer, ABC):
-    """`moment` is the state that is kept in `moment_type`."""
+    """Keeps the state `moment` in `moment_type`."""
 
+    moment: ClassVar[str]
     _step_supports_amp_scaling = True  # tells torch that `step` reads `grad_scale` and `found_inf`
 
-    def __init__(self, groups: Any, *, moment: str, moment_type: torch.dtype = torch.float32, **defaults: Any) -> None:
-        self.moment, self.moment_type = moment, moment_type
+    def __init__(self, groups: Any, *, moment_type: torch.dtype = torch.float32, **defaults: Any) -> None:
+        self.moment_type = moment_type
         super().__init__(groups, {"weight_decay": 0.0, "fused": True, **defaults})  # fused: keeps `step` on the device
 
     @torch.no_grad()
@@ -71,11 +69,11 @@ class PieceOptimizer(torch.optim.Optimizer, ABC):
         chunks = list(self._chunks())
         if not chunks:
             return
-        skip = getattr(self, "found_inf", None)
-        skip = torch.zeros((), device=chunks[0].weights[0].device) if skip is None else skip
+        if (skip := getattr(self, "found_inf", None)) is None:
+            skip = torch.zeros((), device=chunks[0].weights[0].device)
         terms = StepTerms(skip, skipped=skip > 0, applied=1 - skip, divisor=getattr(self, "grad_scale", None))
-        counts = {id(count): count for chunk in chunks for count in chunk.counts()}  # a cut parameter has one
-        if counts:
+        states = [state for chunk in chunks for state in chunk.states if "step" in state]
+        if counts := {id(each["step"]): each["step"] for each in states}:  # a parameter that was cut has one
             torch._foreach_add_([*counts.values()], terms.applied, alpha=1)  # without alpha, torch reads a scalar
         for chunk in chunks:
             change = torch.cat(chunk.weights)
@@ -153,13 +151,10 @@ def _cut(
     count = parameter.numel()
     assert parameter.grad is not None
     weight, gradient = parameter.detach().view(-1), parameter.grad.reshape(-1)
-    flat = {name: each.view(-1) if each.numel() == count and each.ndim else each for name, each in state.items()}
-    if count <= size:
-        yield weight, gradient, flat
-        return
+    flat = {name: each.view(-1) for name, each in state.items() if each.ndim and each.numel() == count}
     for first in range(0, count, size):
-        own = {name: each[first : first + size] if each.ndim else each for name, each in flat.items()}
-        yield weight[first : first + size], gradient[first : first + size], own
+        piece = slice(first, first + size)
+        yield weight[piece], gradient[piece], state | {name: each[piece] for name, each in flat.items()}
 
 
 @functools.cache

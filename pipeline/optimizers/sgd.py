@@ -4,7 +4,7 @@ torch adds wd * p to the gradient, which a momentum of 0.9 multiplies by ten. Bo
 parameters anywhere.
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -40,17 +40,17 @@ class DecoupledSgd(torch.optim.SGD):
 
 
 class PieceSgd(PieceOptimizer):
-    """For a momentum in bf16, or many learning rates; in float32 a momentum of 0 has no state, as with torch."""
+    """For a momentum in bf16, or many learning rates; in float32 a `momentum` of 0 has no state, as with torch."""
 
-    def __init__(self, groups: Any, *, lr: float, momentum: float, moment_type: torch.dtype) -> None:
-        super().__init__(groups, moment="momentum_buffer", moment_type=moment_type, lr=lr, momentum=momentum)
-        self._has_none = not momentum and moment_type == torch.float32
+    moment: ClassVar = "momentum_buffer"
 
     def start(self, parameter: Tensor, shape: tuple[int, ...] | None) -> dict[str, Tensor]:
-        if self._has_none:
+        if not self.defaults["momentum"] and self.moment_type == torch.float32:
             return {}
         return {self.moment: torch.zeros_like(parameter, dtype=self.moment_type, requires_grad=False)}
 
     def descend(self, chunk: Chunk, change: Tensor, terms: StepTerms) -> None:
-        gradient, momentum = chunk.gradient(terms), self.defaults["momentum"]
-        change.sub_(gradient if self._has_none else self.moved(chunk, gradient, keep=momentum, add=1.0, terms=terms))
+        update = chunk.gradient(terms)
+        if chunk.states[0]:
+            update = self.moved(chunk, update, keep=self.defaults["momentum"], add=1.0, terms=terms)
+        change.sub_(update)
