@@ -1,8 +1,8 @@
 """Keep the full state on every process: float32 weights, optimizer, average (ZeRO 0 and accelerate).
 
 In half precision (ZeRO 0) float32 masters exist next to the parameters, and a step takes 4 more bytes a parameter for
-float32 gradients; otherwise the parameters are the masters. A step is a handful of foreach operations. Optimizers of
-pieces clip and skip on the device; for those of whole parameters the host reads the norm once a step.
+float32 gradients; otherwise the parameters are the masters. A step is a handful of foreach operations. Optimizers
+clip and skip on the device; only for one of the user's own that cannot the host reads the norm.
 """
 
 import contextlib

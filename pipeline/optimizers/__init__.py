@@ -1,1 +1,1 @@
-"""Optimizers and parameter groups: torch's and timm's, or our own where Google's recipes differ."""
+"""Optimizers and parameter groups: torch's fused ones, and our own where it has none."""

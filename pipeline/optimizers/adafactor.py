@@ -6,10 +6,12 @@ step t is min(0.999, 1 - t^-0.8); the learning rate is not scaled by the paramet
 rounded value, and factors dimensions from 16 up, not 32.
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+
+from shardvit.pipeline.optimizers.pieces import Chunk, PieceOptimizer, StepTerms
 
 _DECAY_POWER = 0.8
 _MOST_DECAY = 0.999
@@ -17,52 +19,57 @@ _LEAST_FACTORED = 32  # minimum of the second largest dimension
 _EPS = 1e-30
 
 
-class BigVisionAdafactor(torch.optim.Optimizer):
+class BigVisionAdafactor(PieceOptimizer):
     """A group's `shapes` are those its parameters are factored in; flax gives attention's a heads dimension."""
 
-    def __init__(self, groups: Any, *, lr: float, momentum: float, moment_type: torch.dtype) -> None:
-        self._moment_type = moment_type
-        super().__init__(groups, {"lr": lr, "momentum": momentum, "weight_decay": 0.0})
+    moment: ClassVar = "exp_avg"
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Undo torch's cast of the momentum to float32."""
-        super().load_state_dict(state_dict)
-        for state in self.state.values():
-            state["exp_avg"] = state["exp_avg"].to(self._moment_type)
+    def shape(self, group: dict[str, Any], number: int) -> tuple[int, ...] | None:
+        shape = tuple(group["shapes"][number])
+        return None if _factored_dimensions(shape) is None else shape
 
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        for group in self.param_groups:
-            keep, add = float(torch.tensor(group["momentum"], dtype=self._moment_type)), 1 - group["momentum"]
-            for parameter, shape in zip(group["params"], group["shapes"], strict=True):
-                if parameter.grad is None:
-                    continue
-                state = self.state[parameter]
-                if "exp_avg" not in state:
-                    state["exp_avg"] = torch.zeros_like(parameter, dtype=self._moment_type, requires_grad=False)
-                    state["step"] = torch.tensor(0.0)
-                state["step"] += 1
-                decay = min(_MOST_DECAY, 1.0 - int(state["step"]) ** -_DECAY_POWER)
-                scaled = _scaled(parameter.grad.reshape(shape), state, decay=decay).reshape_as(parameter)
-                exact = state["exp_avg"].to(scaled.dtype, copy=True).mul_(keep).add_(scaled, alpha=add)
-                parameter.mul_(1 - group["lr"] * group["weight_decay"]).add_(exact, alpha=-group["lr"])
-                state["exp_avg"].copy_(exact)
+    def start(self, parameter: Tensor, shape: tuple[int, ...] | None) -> dict[str, Tensor]:
+        momentum = torch.zeros_like(parameter, dtype=self.moment_type, requires_grad=False)
+        state = {"exp_avg": momentum, "step": torch.zeros((), device=parameter.device)}
+        if shape is None:
+            return {**state, "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False)}
+        for name, dimension in zip(_FACTORS, reversed(_factored_dimensions(shape) or ()), strict=True):
+            sizes = [1 if number == dimension else size for number, size in enumerate(shape)]
+            state[name] = torch.zeros(sizes, device=parameter.device)
+        return state
+
+    def descend(self, chunk: Chunk, change: Tensor, terms: StepTerms) -> None:
+        gradient = chunk.gradient(terms)
+        steps = chunk.states[0]["step"].clamp(min=1)  # 0 if the very first step is skipped
+        add = steps.pow_(-_DECAY_POWER).clamp_(min=1 - _MOST_DECAY).mul_(terms.applied)
+        scaled = _scaled(gradient.view(-1, *(chunk.shape or ())), chunk, add=add).view(-1)
+        scaled.masked_fill_(terms.skipped, 0.0)  # nan before the first step
+        momentum = self.defaults["momentum"]
+        change.sub_(self.moved(chunk, scaled, keep=momentum, add=1 - momentum, terms=terms))
 
 
-def _scaled(gradient: Tensor, state: dict[str, Tensor], *, decay: float) -> Tensor:
-    """Update the second moment and divide the gradient by its root."""
-    squares = gradient.square().add_(_EPS)
-    factored = _factored_dimensions(tuple(gradient.shape))
-    if factored is None:
-        second = state.setdefault("exp_avg_sq", torch.zeros_like(squares))
-        return gradient * second.mul_(decay).add_(squares, alpha=1 - decay).rsqrt()
-    smaller, larger = factored
-    moved: list[Tensor] = []
-    for name, dimension in (("exp_avg_sq_row", larger), ("exp_avg_sq_column", smaller)):
-        mean = squares.mean(dim=dimension, keepdim=True)
-        moved.append(state.setdefault(name, torch.zeros_like(mean)).mul_(decay).add_(mean, alpha=1 - decay))
-    rows, columns = moved
-    return gradient * (rows / rows.mean(dim=smaller, keepdim=True)).rsqrt() * columns.rsqrt()
+_FACTORS = ("exp_avg_sq_row", "exp_avg_sq_column")
+
+
+def _scaled(gradients: Tensor, chunk: Chunk, *, add: Tensor) -> Tensor:
+    """Update the second moment with weight `add`, and divide the gradients by its root."""
+    squares = gradients.square().add_(_EPS)
+    if chunk.shape is None:
+        return gradients.mul_(_lerped(chunk.state("exp_avg_sq"), squares, add=add).rsqrt_())
+    smaller, larger = (1 + each for each in _factored_dimensions(chunk.shape) or ())
+    rows, columns = (
+        _lerped(chunk.state(name), squares.mean(dim=dimension, keepdim=True), add=add)
+        for name, dimension in zip(_FACTORS, (larger, smaller), strict=True)
+    )
+    return gradients.mul_((rows / rows.mean(dim=smaller, keepdim=True)).rsqrt_()).mul_(columns.rsqrt_())
+
+
+def _lerped(averages: list[Tensor], values: Tensor, *, add: Tensor) -> Tensor:
+    """Move averages towards values joined in their order; returns them joined."""
+    joined = torch.cat([each.view(-1) for each in averages]).view_as(values).lerp_(values, add)
+    pieces = joined.view(-1).split([each.numel() for each in averages])
+    torch._foreach_copy_(averages, [piece.view_as(each) for piece, each in zip(pieces, averages, strict=True)])
+    return joined
 
 
 def _factored_dimensions(shape: tuple[int, ...]) -> tuple[int, int] | None:

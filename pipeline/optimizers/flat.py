@@ -111,7 +111,8 @@ class FlatOptimizer(torch.optim.Optimizer):
             {"params": [each.of(weights) for each in segments], "segments": segments, **rule._asdict()}
             for rule, segments in by_rule.items()
         ]
-        inner: Any = optimizer_over(groups, self._config) if groups else None
+        rates = "few" if self._config.layer_decay == 1.0 else "many"
+        inner: Any = optimizer_over(groups, self._config, rates=rates) if groups else None
         counting = {segment.bucket: segment for segment in reversed(self._segments)}  # each bucket's first segment
         for group in groups:
             for segment, piece in zip(group["segments"], group["params"], strict=True):

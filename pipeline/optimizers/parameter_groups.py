@@ -10,8 +10,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardvit.pipeline.recipe.optimizer import OptimizerConfig
+from shardvit.pipeline.recipe.vocabulary import OptimizerName
 
 _EMBEDDED = ("pos_embed", "position.", "cls_token", "mask_token")  # as in timm: no decay, layer 0
+_DIMENSIONS_QKV = 4  # of flax's kernels of q, k and v: which, heads, channels of a head, inputs
 _EMBEDDING = ("patch_embed.", "stem.")  # reads the pixels: not for Muon
 
 
@@ -45,27 +47,29 @@ def parameter_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str
         hidden = name in kernels and not is_head(name) and not name.startswith(_EMBEDDING)
         rule = _Rule(decay, scale, decays, hidden=hidden and config.name == "muon")
         groups.setdefault(rule, []).append((name, parameter))
-    shapes = flax_shapes(model) if config.name == "adafactor" else {}
+    shapes = flax_shapes(model) if config.name in ("adafactor", "lamb") else {}
     return [
         {
             "params": members,
             "weight_decay": rule.weight_decay,
             "lr_scale": rule.lr_scale,
-            **_own_keys(config, rule, [shapes.get(name, tuple(parameter.shape)) for name, parameter in members]),
+            **_own_keys(config.name, rule, members, shapes),
         }
         for rule, members in sorted(groups.items(), key=lambda each: not each[0].decays)
     ]
 
 
-def _own_keys(config: OptimizerConfig, rule: _Rule, shapes: list[tuple[int, ...]]) -> dict[str, Any]:
-    match config.name:
-        case "lamb":
-            return {"always_adapt": rule.decays}  # norms and biases take Adam's update, as in LAMB's own code
+def _own_keys(
+    name: OptimizerName, rule: _Rule, members: list[tuple[str, nn.Parameter]], shapes: dict[str, tuple[int, ...]]
+) -> dict[str, Any]:
+    match name:
+        case "lamb":  # norms and biases take Adam's update, as in LAMB's own code
+            parts = [shapes[name][0] if len(shapes.get(name, ())) == _DIMENSIONS_QKV else 1 for name, _ in members]
+            return {"adapts": rule.decays, "parts": parts}
         case "muon":
-            # timm's eps serves the orthogonalisation or Adam; its `nesterov` would turn Adam into NAdam.
-            return {"nesterov": True, "eps": 1e-7} if rule.hidden else {"use_fallback": True, "eps": config.eps}
+            return {"orthogonal": rule.hidden}
         case "adafactor":
-            return {"shapes": shapes}
+            return {"shapes": [shapes.get(name, tuple(parameter.shape)) for name, parameter in members]}
         case "adamw" | "sgd" | "custom":
             return {}
 

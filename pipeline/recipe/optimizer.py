@@ -20,9 +20,9 @@ class OptimizerConfig(Strict):
     """Optimizer. By default all parameters share one learning rate, and only kernels decay."""
 
     name: OptimizerName
-    """adamw: ViT paper. sgd: with momentum. adafactor: big_vision's variant. lamb, muon: timm's, with q, k and v of a
-    block as one matrix (one LAMB trust ratio; flax has three). custom: the key `custom`, which implies it. The last
-    four need engine.zero_stage 0."""
+    """adamw: ViT paper. sgd: with momentum. adafactor: big_vision's variant. lamb: q, k and v of a block have a trust
+    ratio each, as in flax. muon: timm's, with the three as one matrix. custom: the key `custom`, which implies it. The
+    last four need engine.zero_stage 0."""
     custom: OwnCode | None = None
     """FILE:FUNCTION of your own: (parameter groups, lr) -> torch optimizer. Groups have params (name and parameter),
     weight_decay (decoupled: times the learning rate) and lr_scale. See docs/own-code.md."""

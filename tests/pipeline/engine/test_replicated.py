@@ -94,7 +94,7 @@ def same(left: Any, right: Any) -> bool:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("name", ["adamw", "sgd"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_step_is_as_many_operations_for_a_deep_model_as_for_a_shallow_one_and_reads_nothing(make, name, precision):
     counts = []
     for depth in (2, 12):
@@ -105,7 +105,7 @@ def test_a_step_is_as_many_operations_for_a_deep_model_as_for_a_shallow_one_and_
             engine.step(lr=0.01, flags=(False, False))
         assert "_local_scalar_dense" not in seen.names  # `item`, `float` and `bool` of a tensor
         counts.append(seen.names.total())
-    assert counts[0] == counts[1] <= 40
+    assert counts[0] == counts[1] <= (110 if name in ("adafactor", "lamb", "muon") else 50)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

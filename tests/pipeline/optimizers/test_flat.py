@@ -29,6 +29,7 @@ SETTINGS: list[dict[str, Any]] = [
     {"weight_decay": 0.3},
     {"weight_decay": 0.3, "head_weight_decay": 2.0, "head_lr_factor": 0.1},
     {"weight_decay": 0.3, "weight_decay_unit": "schedule", "head_lr_factor": 4.0},
+    {"weight_decay": 0.3, "layer_decay": 0.6},
 ]
 
 
@@ -47,6 +48,9 @@ class Model(nn.Sequential):
         self.add_module("trunk", nn.Linear(4, 6))
         self.add_module("norm", nn.LayerNorm(6))
         self.add_module("head", nn.Linear(6, 3))
+
+    def group_matcher(self, *, coarse: bool) -> dict[str, Any]:
+        return {"stem": r"^trunk", "blocks": [(r"^norm", (0,)), (r"^head", (99_999,))]}
 
 
 def flattened(
@@ -109,7 +113,7 @@ def test_twenty_steps_with_one_nan_are_torchs(
     cut: tuple[str, ...],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("shardvit.pipeline.optimizers.bf16_moment.BF16_CHUNK_ELEMENTS", 7)
+    monkeypatch.setattr("shardvit.pipeline.optimizers.pieces.CHUNK_ELEMENTS", 7)
     monkeypatch.setitem(globals(), "POISONED", poisoned_at)
     config, oracle = OptimizerConfig(**kind, **settings), Model()
     theirs = build_optimizer(oracle, config)
