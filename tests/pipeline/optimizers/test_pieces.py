@@ -253,14 +253,14 @@ def flat_of(
     whole = torch.cat([parameter.detach().flatten() for _, parameter in named])
     optimizers, masters = [], []
     for first, last in pairwise([0, *cuts, whole.numel()]):
-        optimizer = FlatOptimizer(parameter_groups(model, config), config, judge=judge)
+        optimizer = FlatOptimizer(parameter_groups(model, config), config, buckets=[named], judge=judge)
         master = nn.Parameter(whole[first:last].clone())
         optimizer.param_groups[0]["params"] = [master]
         start, places = 0, {}
         for name, parameter in named:
             left, right = max(start, first), min(start + parameter.numel(), last)
             if left < right:
-                places[name] = (left - first, right - left)
+                places[name] = (0, left - first, right - left)
             start += parameter.numel()
         optimizer.place(places)
         optimizers.append(optimizer)
@@ -284,14 +284,14 @@ def test_layer_decay_of_a_flat_piece_takes_few_operations_and_the_same_bits_for_
         for step in range(3):
             gradient = torch.randn(size, generator=torch.Generator().manual_seed(step))
             parts = gradient.split([each.numel() for each in masters])
-            for optimizer, master, part, counted in zip(optimizers, masters, parts, counts, strict=True):
-                master.grad = part.clone()
+            for optimizer, part, counted in zip(optimizers, parts, counts, strict=True):
+                part = part.clone()
                 set_lr(optimizer.param_groups, 0.02)
                 if step < 2:
-                    optimizer.step()
+                    optimizer.step_by(part)
                     continue
                 with counted:
-                    optimizer.step()
+                    optimizer.step_by(part)
         assert all(each.total <= 18 and not each.waits for each in counts)  # the rest of the engine's step takes 20
         results.append(torch.cat([master.detach() for master in masters]))
     assert torch.equal(*results)
