@@ -245,7 +245,7 @@ def _ours(size: work.Size, meter: Meter, device: torch.device, *, place: Place =
             meter.phase_done()
             engine.backward(loss)
             meter.phase_done()
-            late.put(step, engine.step(lr=work.LR, flags=(False, False)))
+            late.put(step, engine.step(lr=work.LR, flags=(False,) * 3))
             late.ready()
             meter.end(loss)
     ranks.leave()
