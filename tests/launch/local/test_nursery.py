@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from shardvit.launch.local.nursery import Nursery, open_nursery
 from shardvit.launch.local.processes import RANK_COMMAND, rank_environment, run_ranks
 from shardvit.pipeline.recipe.vocabulary import EXIT_USER_ERROR
 from shardvit.pipeline.runs.run_folder import RunFolder
+from tests.conftest import ROOT
 from tests.small_recipe import small_recipe, small_stage, write_recipe
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="its packets are Linux's")
@@ -29,7 +31,9 @@ def nursery() -> Iterator[Nursery]:
 def recipe(tmp_path: Path) -> Path:
     pack("digits", tmp_path / "shards", classes=("0", "1"), holdout=0.2, report=lambda text: None)
     stage = small_stage(tmp_path / "shards", duration="3 steps", log_every="1 step", eval_every="100%")
-    write_recipe(tmp_path / "recipe.yaml", small_recipe("forked", processes=2, pretrain_=stage))
+    write_recipe(
+        tmp_path / "recipe.yaml", small_recipe("forked", processes=2, tracking={"mode": "offline"}, pretrain_=stage)
+    )
     return tmp_path / "recipe.yaml"
 
 
@@ -77,3 +81,24 @@ def test_the_ranks_of_a_nursery_that_dies_count_as_killed_and_the_next_are_proce
     assert rank.wait() == -signal.SIGKILL
     os.kill(rank.pid, signal.SIGKILL)
     assert train(recipe, nursery, "no_such_key=1") == EXIT_USER_ERROR
+
+
+UNASKED = """
+import torch
+
+def ask(*_, **__):
+    raise AssertionError("no fork could use the GPU any more")
+
+torch.cuda.is_available = torch.cuda.device_count = torch.cuda.init = torch.cuda._lazy_init = ask
+from shardvit.launch.local import nursery
+
+nursery.num_gpus = lambda: 1
+nursery._import_libraries()
+import shardvit.launch.train
+print("unasked")
+"""
+
+
+def test_no_import_before_a_fork_asks_for_gpus() -> None:
+    done = subprocess.run([sys.executable, "-c", UNASKED], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.stdout == "unasked\n", done.stderr
