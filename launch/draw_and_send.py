@@ -30,7 +30,7 @@ import psutil
 from shardvit.data_shards.durable import break_links
 from shardvit.data_shards.text import parse_json, printable
 from shardvit.launch.local.env import experiment_name, tracking_uri
-from shardvit.launch.local.forked import Forked
+from shardvit.launch.local.forked import fork
 from shardvit.pipeline.recipe.io import parse_recipe
 from shardvit.pipeline.recipe.vocabulary import (
     ALL_STAGES,
@@ -73,7 +73,7 @@ class DrawAndSend(AbstractContextManager["DrawAndSend"]):
             os.close(self._pipe)
             return _serve(folder, requests, environ=environ, parent=parent, pictures=pictures)
 
-        self._child = Forked(work)
+        self._child = fork(work)
         os.close(requests)
         os.set_blocking(self._pipe, False)
 

@@ -7,38 +7,48 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
-from signal import SIGKILL
+from signal import SIGKILL, SIGTERM
 
 
-class Forked:
-    """Runs `work` in a child, which exits with what it returns, 1 if it raises."""
+class Child:
+    """A child of this process, with what its code needs of a `Popen`."""
 
-    def __init__(self, work: Callable[[], int]) -> None:
-        for stream in (sys.stdout, sys.stderr):  # else the child writes what they hold, too
-            stream.flush()
-        self.returncode: int | None = None
-        self.pid = os.fork()
-        if not self.pid:
-            code = 1
-            try:
-                code = work()
-            except BaseException:  # noqa: BLE001 - the parent's code must not go on here
-                traceback.print_exc()
-            finally:
-                os._exit(code)
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None  # negative: killed by a signal
 
     def poll(self) -> int | None:
-        """Return the exit code (negative: killed by a signal); None while it runs."""
         return self._reap(os.WNOHANG)
 
     def wait(self) -> int | None:
         return self._reap(0)
 
+    def terminate(self) -> None:
+        self._send(SIGTERM)
+
     def kill(self) -> None:
+        self._send(SIGKILL)
+
+    def _send(self, number: int) -> None:
         if self.poll() is None:
-            os.kill(self.pid, SIGKILL)
+            os.kill(self.pid, number)
 
     def _reap(self, options: int) -> int | None:
         if self.returncode is None and (ended := os.waitpid(self.pid, options))[0]:
             self.returncode = os.waitstatus_to_exitcode(ended[1])
         return self.returncode
+
+
+def fork(work: Callable[[], int]) -> Child:
+    """Run `work` in a child, which exits with what it returns, 1 if it raises."""
+    for stream in (sys.stdout, sys.stderr):  # else the child writes what they hold, too
+        stream.flush()
+    if pid := os.fork():
+        return Child(pid)
+    code = 1
+    try:
+        code = work()
+    except BaseException:  # noqa: BLE001 - the parent's code must not go on here
+        traceback.print_exc()
+    finally:
+        os._exit(code)

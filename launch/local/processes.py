@@ -22,7 +22,8 @@ import psutil
 
 from shardvit.data_shards.working_folder import SAFE_PATH
 from shardvit.launch.local.env import RENDEZVOUS, SUPERVISOR_PID, without_place
-from shardvit.launch.local.nursery import ForkedRank, Nursery
+from shardvit.launch.local.forked import Child
+from shardvit.launch.local.nursery import Nursery
 from shardvit.pipeline.recipe.vocabulary import EXIT_STOPPED, EXIT_USER_ERROR
 
 RANK_COMMAND = ["-u", "-m", "shardvit.launch.train"]
@@ -41,7 +42,7 @@ _HINTS: dict[int, str] = {
     signal.SIGABRT: ", a library gave up: its message is above",
 }
 
-Process = subprocess.Popen[bytes] | ForkedRank
+Process = subprocess.Popen[bytes] | Child
 Handler = Callable[[int, FrameType | None], Any] | signal.Handlers
 
 

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -72,14 +73,16 @@ def test_it_ends_when_the_command_closes_its_end(nursery: Nursery) -> None:
     assert nursery._process.wait(240) == 0
 
 
-def test_the_ranks_of_a_nursery_that_dies_count_as_killed_and_the_next_are_processes(
-    nursery: Nursery, recipe: Path
-) -> None:
+def test_a_rank_outlives_its_nursery_and_the_next_are_processes(nursery: Nursery, recipe: Path) -> None:
     waiting = rank_environment(0, ranks=2, rendezvous=recipe.parent)  # for the other rank, which never comes
     rank = nursery.start([str(recipe), "--stage", "pretrain", "--runs", str(recipe.parent)], waiting)
     nursery._process.kill()
+    nursery._process.wait()
+    while os.getsid(rank.pid) != rank.pid:
+        time.sleep(0.02)
+    assert rank.poll() is None
+    rank.kill()
     assert rank.wait() == -signal.SIGKILL
-    os.kill(rank.pid, signal.SIGKILL)
     assert train(recipe, nursery, "no_such_key=1") == EXIT_USER_ERROR
 
 
