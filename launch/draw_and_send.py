@@ -2,27 +2,26 @@
 
     DrawAndSend.ask("pretrain", "begin", step=0)   ->   one line of JSON to its stdin   ->   `drawing.draw`
 
-The child uses no GPU and no lock, runs at low priority (its drawing thread at the lowest), and ends with rank 0 however
-that dies. Requests that do not fit into the pipe are dropped: `shardvit report` draws missing pictures. Of several
-queued evaluations only the last is drawn. Messages go to RUN/pictures.log, those about sending to stderr.
-Each tracking service has a thread of its own, so none waits for another.
+One child for all stages, forked when rank 0 has its libraries and nothing else: it imports matplotlib and what the
+tracking services need, not torch again. It uses no GPU and no lock, runs at low priority (its drawing thread at the
+lowest), and ends with rank 0 however that dies. Requests that do not fit into the pipe are dropped. Nobody waits for a
+picture: the end waits for sending only, and `shardvit report` draws what is missing. Of several queued evaluations only
+the last is drawn. Messages go to RUN/pictures.log, those about sending to stderr. Each tracking service has a thread of
+its own, so none waits for another.
 """
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import select
 import signal
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from functools import partial
-from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -31,8 +30,16 @@ import psutil
 from shardvit.data_shards.durable import break_links
 from shardvit.data_shards.text import parse_json, printable
 from shardvit.launch.local.env import experiment_name, tracking_uri
+from shardvit.launch.local.forked import fork
 from shardvit.pipeline.recipe.io import parse_recipe
-from shardvit.pipeline.recipe.vocabulary import ALL_STAGES, PICTURES_LOG, RECIPE_FILE, TRACKING_FOLDER, StageName
+from shardvit.pipeline.recipe.vocabulary import (
+    ALL_STAGES,
+    PICTURES_FOLDER,
+    PICTURES_LOG,
+    RECIPE_FILE,
+    TRACKING_FOLDER,
+    StageName,
+)
 from shardvit.pipeline.runs.pictures import Moment
 from shardvit.pipeline.runs.read import read_run
 from shardvit.pipeline.runs.run_folder import RunFolder
@@ -52,50 +59,54 @@ Pictures = Literal["draw", "off"]
 
 
 class DrawAndSend(AbstractContextManager["DrawAndSend"]):
-    """Rank 0's side; the first request starts the process. `environ` excludes rank variables; `pictures="off"` only
-    sends."""
+    """Rank 0's side. `environ` excludes rank variables; `pictures="off"` only sends."""
 
     def __init__(
         self, folder: RunFolder, *, environ: Mapping[str, str], pictures: Pictures, say: Callable[[str], None]
     ) -> None:
-        self._folder, self._environ, self._pictures, self._say = folder, environ, pictures, say
-        self._child: subprocess.Popen[bytes] | None = None
-        self._failed = self._is_closed = False
+        self._folder, self._say = folder, say
+        self._is_asked = self._has_failed = self._is_closed = False
+        requests, self._pipe = os.pipe()
+        parent = os.getpid()
+
+        def work() -> int:
+            os.close(self._pipe)
+            return _serve(folder, requests, environ=environ, parent=parent, pictures=pictures)
+
+        self._child = fork(work)
+        os.close(requests)
+        os.set_blocking(self._pipe, False)
 
     def ask(self, stage: StageName, moment: Moment, step: int) -> None:
         """Request a stage's pictures; never blocks or raises."""
         try:
             self._write({"stage": stage, "moment": moment, "step": step})
-        except OSError as error:  # fork failed, the process ended, or its pipe is full
-            if not self._failed:
-                self._failed = True
+        except OSError as error:  # the process ended, or its pipe is full
+            if not self._has_failed:
+                self._has_failed = True
                 run = self._folder.path
                 self._say(f"no pictures for now ({error}): shardvit report {run} draws them, shardvit sync {run} sends")
 
     def cpu_seconds(self) -> float:
-        """Return the process's CPU time so far; 0 before it starts and after it ends."""
+        """Return the process's CPU time so far; 0 after it ends."""
         with suppress(psutil.Error):  # already ended
-            return 0.0 if self._child is None else sum(psutil.Process(self._child.pid).cpu_times()[:2])
+            return sum(psutil.Process(self._child.pid).cpu_times()[:2])
         return 0.0
 
-    def close(self, *, patience_seconds: float, hurry: Callable[[], bool] = lambda: False, draw: bool = True) -> None:
-        """Wait for sending and (with `draw`) pictures until patience runs out or `hurry`, then end the process."""
-        if self._is_closed or (self._child is None and not draw):
+    def close(self, *, patience_seconds: float, hurry: Callable[[], bool] = lambda: False) -> None:
+        """Wait for sending until patience runs out or `hurry`, then end the process."""
+        if self._is_closed:
             return
-        self._is_closed = True
-        with suppress(OSError):  # this starts the process if none is running: swap_head alone requests no pictures
-            self._write({"end": patience_seconds, "draw": draw})
-        if (child := self._child) is None:
-            return
-        assert child.stdin is not None
+        self._is_closed, child = True, self._child
         with suppress(OSError):
-            child.stdin.close()
+            self._write({"end": patience_seconds})
+        os.close(self._pipe)
         begun, is_announced = time.monotonic(), False
         patience = patience_seconds + _SLACK_SECONDS
         while child.poll() is None and not hurry() and (spent := time.monotonic() - begun) < patience:
             if spent > _SILENT_SECONDS and not is_announced:
                 is_announced = True
-                self._say(f"waiting for pictures and tracking, {patience_seconds:g} s at most")
+                self._say(f"waiting for tracking, {patience_seconds:g} s at most")
             time.sleep(_POLL_SECONDS)
         if child.poll() is None:
             child.kill()
@@ -106,43 +117,37 @@ class DrawAndSend(AbstractContextManager["DrawAndSend"]):
             )
 
     def __exit__(self, *_: object) -> None:
-        self.close(patience_seconds=_HURRIED_SECONDS, draw=False)
+        if not self._is_asked:  # no stage has begun
+            self._child.kill()
+        self.close(patience_seconds=_HURRIED_SECONDS)
 
     def _write(self, record: Mapping[str, object]) -> None:
-        child = self._child = self._child or self._start()
-        assert child.stdin is not None
-        if child.stdin.write(json.dumps(record).encode() + b"\n") is None:  # short writes to a pipe are atomic
-            raise BlockingIOError(errno.EAGAIN, "too many requests wait")
-
-    def _start(self) -> subprocess.Popen[bytes]:
-        folder, environ = self._folder, {**self._environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-        command = [
-            sys.executable,
-            "-m",
-            "shardvit.launch.draw_and_send",
-            str(folder.runs_root),
-            folder.name,
-            self._pictures,
-        ]
-        break_links(folder.path / PICTURES_LOG)
-        with open(folder.path / PICTURES_LOG, "ab") as log:
-            child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, bufsize=0, env=environ)
-        assert child.stdin is not None
-        os.set_blocking(child.stdin.fileno(), False)
-        return child
+        if not self._is_asked:  # OSError if the log is a link
+            break_links(self._folder.path / PICTURES_LOG)
+            self._is_asked = True
+        os.write(self._pipe, json.dumps(record).encode() + b"\n")  # whole or not at all, as it is short
 
 
 # The child process.
 
 
-def main(runs_root: str, name: str, pictures: str) -> None:
-    """Draw what stdin requests, and send, until it says to end or closes."""
+def _serve(folder: RunFolder, requests: int, *, environ: Mapping[str, str], parent: int, pictures: Pictures) -> int:
+    """Draw what the pipe requests, and send, until it says to end or closes."""
     for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(each, signal.SIG_IGN)  # rank 0 handles them, and this process ends with it
     os.nice(_LOW_PRIORITY)
+    own = {**environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    os.environ.clear()
+    os.environ.update(own)
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(1)
+    records = _requests(requests, parent)
+    record = next(records)  # the run folder may not exist before
     screen = os.dup(2)
-    os.dup2(1, 2)  # library output goes to the log
-    folder = RunFolder(runs_root=Path(runs_root), name=name)
+    with open(folder.path / PICTURES_LOG, "ab") as log:
+        for descriptor in (1, 2):  # library output goes there, too
+            os.dup2(log.fileno(), descriptor)
+    sys.stdout = sys.stderr = os.fdopen(1, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)
     senders = _open_senders(folder, say=partial(_say_on_screen, screen))
     asked: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
     over = threading.Event()
@@ -151,24 +156,30 @@ def main(runs_root: str, name: str, pictures: str) -> None:
     sending = [threading.Thread(target=_send_all, args=(each, describing, over), daemon=True) for each in senders]
     for thread in (drawing, describing, *sending):
         thread.start()
-    end = _listen(asked)
-    deadline = time.monotonic() + end["end"]
-    if end["draw"]:
-        drawing.join(max(0.0, deadline - time.monotonic()))
-    patience_seconds = deadline - time.monotonic()
+    while "end" not in record:
+        asked.put(record)
+        record = next(records)
+    asked.put(None)
+    deadline = time.monotonic() + record["end"]
     over.set()
-    describing.join(max(0.0, patience_seconds))
+    describing.join(record["end"])
+    patience_seconds = deadline - time.monotonic()
     for sender, thread in sorted(zip(senders, sending, strict=True), key=lambda each: each[0].is_slow):
-        most = end["end"] * _SHARE_OF_SLOW_SERVICE if sender.is_slow else patience_seconds
+        most = record["end"] * _SHARE_OF_SLOW_SERVICE if sender.is_slow else patience_seconds
         thread.join(max(0.0, min(deadline - time.monotonic(), most)))
-    if end["draw"] and drawing.is_alive():
-        _say_on_screen(screen, f"some pictures are not drawn yet: shardvit report {folder.path} draws them")
+    if senders and drawing.is_alive() and pictures == "draw":
+        run = folder.path
+        _say_on_screen(
+            screen, f"not all pictures are drawn: shardvit report {run} draws them, shardvit sync {run} sends them"
+        )
     for sender in senders:
         if missing := sender.missing():
             sender.say_once(
                 "missing", f"{missing} were not sent: `shardvit sync {folder.path}` sends them, or the next run"
             )
-    os._exit(0)  # do not wait for threads
+    for unfinished in folder.path.glob(f"*/{PICTURES_FOLDER}/*/.*.{os.getpid()}.tmp"):
+        unfinished.unlink(missing_ok=True)
+    return 0  # without waiting for threads
 
 
 def _open_senders(folder: RunFolder, *, say: Callable[[str], None]) -> list[Sender]:
@@ -181,19 +192,15 @@ def _open_senders(folder: RunFolder, *, say: Callable[[str], None]) -> list[Send
     return [Sender(folder, recipe, sink, say=say) for sink in sinks]
 
 
-def _listen(asked: SimpleQueue[dict[str, Any] | None]) -> dict[str, Any]:
-    """Queue rank 0's requests until its final one, which is returned; exit if rank 0 dies first."""
-    parent, rest = os.getppid(), b""
+def _requests(pipe: int, parent: int) -> Iterator[dict[str, Any]]:
+    """Yield rank 0's requests; ends this process if rank 0 dies."""
+    rest = b""
     while True:
-        if select.select([0], [], [], _PARENT_SECONDS)[0]:
-            if not (more := os.read(0, 65_536)):
+        if select.select([pipe], [], [], _PARENT_SECONDS)[0]:
+            if not (more := os.read(pipe, 65_536)):
                 os._exit(1)  # rank 0 died; the next attempt starts its own process
             *lines, rest = (rest + more).split(b"\n")
-            for record in map(parse_json, lines):
-                if "end" in record:
-                    asked.put(None)
-                    return record
-                asked.put(record)
+            yield from map(parse_json, lines)
         elif os.getppid() != parent:  # rank 0 died, but a data worker still holds the pipe
             os._exit(1)
 
@@ -262,7 +269,3 @@ def _say_on_screen(screen: int, text: str) -> None:
     clear = "\r\x1b[K" if os.isatty(screen) else ""  # erase rank 0's progress bar, which redraws itself
     with suppress(OSError):
         os.write(screen, f"{clear}{printable(text)}\n".encode())
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

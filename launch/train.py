@@ -66,7 +66,7 @@ if TYPE_CHECKING:
 _COLLATERAL_WAIT_SECONDS = 3.0  # after another rank ends, so that its exit code is reported
 _WATCH_SECONDS = 1.0
 _SPEAKERS = 2  # per host
-_PICTURES_SECONDS = 120.0  # at most, after the last stage
+_SENDING_SECONDS = 120.0  # at most, after the last stage
 _MOST_READERS = 16  # threads under data.workers: auto
 
 
@@ -205,6 +205,10 @@ def _run(recipe: Recipe, *, rank: _Rank, difference: str) -> int:
     from shardvit.pipeline.training.after_step import TrainingFailed
     from shardvit.pipeline.training.stages import run_stage  # noqa: F401 - while nobody waits in the process group
 
+    beside = None
+    if place.is_main:  # forked now: no GPU, process group or lock yet
+        pictures = "draw" if wants_pictures else "off"
+        beside = DrawAndSend(folder, environ=without_place(), pictures=pictures, say=say)
     with contextlib.ExitStack() as held:
         held.callback(clock.close)
         # While this rank waits for others there is nothing to save, and nobody polls the stop flag.
@@ -212,10 +216,8 @@ def _run(recipe: Recipe, *, rank: _Rank, difference: str) -> int:
             ranks = _meet(rank, recipe, held=held, clock=clock, difference=difference)
             there = held.enter_context(contextlib.closing(Presence(folder.path)))
         context = StageContext(recipe, folder, ranks, stop, job_tags=job_tags(), start=clock)
-        beside = None
-        if place.is_main:
-            pictures = "draw" if wants_pictures else "off"
-            beside = held.enter_context(DrawAndSend(folder, environ=without_place(), pictures=pictures, say=say))
+        if beside is not None:
+            held.enter_context(beside)
             context = replace(context, draw=beside.ask, drawing_seconds=beside.cpu_seconds)
         if place.local_rank == 0 and recipe.tracking.system_metrics and "mlflow" in recipe.tracking.to:
             nodes = -(-place.world_size // place.local_world_size)
@@ -232,7 +234,7 @@ def _run(recipe: Recipe, *, rank: _Rank, difference: str) -> int:
             return 1
         ranks.leave()
         if beside:
-            beside.close(patience_seconds=_PICTURES_SECONDS, hurry=lambda: stop.reason is not None)
+            beside.close(patience_seconds=_SENDING_SECONDS, hurry=lambda: stop.reason is not None)
     return 0
 
 

@@ -28,7 +28,7 @@ from pathlib import Path
 import psutil
 
 from shardvit.data_shards.durable import replace_text
-from shardvit.launch.local.env import RENDEZVOUS, RUN_MARK, SUPERVISOR_PID, num_gpus, without_place
+from shardvit.launch.local.env import RENDEZVOUS, RUN_MARK, SUPERVISOR_PID, accelerator, without_place
 from shardvit.launch.local.processes import join_thread, kill_all, marked_ranks
 
 _POLL_SECONDS = 0.05
@@ -98,7 +98,7 @@ class Agent:
     def _start(self) -> subprocess.Popen[bytes]:
         environment = {
             **without_place(),
-            **({} if num_gpus() else {"DS_ACCELERATOR": "cpu"}),
+            **accelerator(),
             **self._order.environment,
             **{self._mark[0]: self._mark[1], SUPERVISOR_PID: str(os.getpid()), "PYTHONUNBUFFERED": "1"},
             **({RENDEZVOUS: self._order.rendezvous} if self._order.rendezvous else {}),

@@ -175,6 +175,11 @@ def num_gpus(environ: Mapping[str, str] = os.environ, *, devices: Path = Path("/
     return there
 
 
+def accelerator() -> dict[str, str]:
+    """Return what DeepSpeed must be told where there is no GPU: else it warns in every process."""
+    return {} if num_gpus() else {"DS_ACCELERATOR": "cpu"}
+
+
 def tracking_uri(
     environ: Mapping[str, str] = os.environ, *, form: Literal["an address", "any"] = "an address"
 ) -> str | None:

@@ -22,6 +22,8 @@ import psutil
 
 from shardvit.data_shards.working_folder import SAFE_PATH
 from shardvit.launch.local.env import RENDEZVOUS, SUPERVISOR_PID, without_place
+from shardvit.launch.local.forked import Child
+from shardvit.launch.local.nursery import Nursery
 from shardvit.pipeline.recipe.vocabulary import EXIT_STOPPED, EXIT_USER_ERROR
 
 RANK_COMMAND = ["-u", "-m", "shardvit.launch.train"]
@@ -40,6 +42,7 @@ _HINTS: dict[int, str] = {
     signal.SIGABRT: ", a library gave up: its message is above",
 }
 
+Process = subprocess.Popen[bytes] | Child
 Handler = Callable[[int, FrameType | None], Any] | signal.Handlers
 
 
@@ -73,6 +76,7 @@ def run_ranks(
     arguments: Sequence[str],
     environments: Sequence[Mapping[str, str]],
     *,
+    nursery: Nursery | None = None,
     on_stop: Callable[[], None] = lambda: None,
 ) -> tuple[int, bool]:
     """Run Python processes, each in its own session, marked as this process's. Returns the most informative exit code
@@ -80,17 +84,23 @@ def run_ranks(
 
     On SIGINT, SIGTERM, SIGHUP, SIGUSR1 or the failure of one, all get SIGTERM, and save and exit. Those that outlive
     the first for too long are killed with their descendants. A second Ctrl-C kills all and raises KeyboardInterrupt.
+    With a nursery `arguments` are of RANK_COMMAND; if that has died, processes are started as without.
     """
     mark = (SUPERVISOR_PID, str(os.getpid()))
     received: list[int] = []  # handled in the loop once all ranks have started
-    ranks: list[subprocess.Popen[bytes]] = []
+    ranks: list[Process] = []
     with handled(STOP_SIGNALS, lambda number, frame: received.append(number)):
         try:
             for environment in environments:
+                environment = {**SAFE_PATH, **environment, mark[0]: mark[1]}
+                if nursery is not None:
+                    with suppress(OSError):
+                        ranks.append(nursery.start(arguments[len(RANK_COMMAND) :], environment))
+                        continue
                 ranks.append(
                     subprocess.Popen(
                         [sys.executable, *arguments],
-                        env={**SAFE_PATH, **environment, mark[0]: mark[1]},
+                        env=environment,
                         stdin=subprocess.DEVNULL,
                         start_new_session=True,
                     )
@@ -105,7 +115,7 @@ def run_ranks(
     return code, bool(received)
 
 
-def _stand_by(ranks: Sequence[subprocess.Popen[bytes]], *, received: list[int], on_stop: Callable[[], None]) -> int:
+def _stand_by(ranks: Sequence[Process], *, received: list[int], on_stop: Callable[[], None]) -> int:
     """Wait until all have exited or the rest must be killed; returns the most informative code so far."""
     seen = 0  # of `received`
     first: int | None = None
@@ -129,13 +139,13 @@ def _stand_by(ranks: Sequence[subprocess.Popen[bytes]], *, received: list[int], 
     return _overall(ranks, stop_was_asked=bool(seen)) if seen or not first else first
 
 
-def _overall(ranks: Sequence[subprocess.Popen[bytes]], *, stop_was_asked: bool = False) -> int:
+def _overall(ranks: Sequence[Process], *, stop_was_asked: bool = False) -> int:
     """Combine the codes so far; 1 comes last, as it is also the code of ranks that noticed another's end."""
     codes = [rank.returncode for rank in ranks if rank.returncode is not None]
     return overall_code(sorted(codes, key=lambda code: code == 1), stop_was_asked=stop_was_asked)
 
 
-def _terminate(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
+def _terminate(ranks: Sequence[Process]) -> None:
     for rank in ranks:
         rank.terminate()  # no-op if already exited
 

@@ -15,7 +15,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardvit.launch.local.env import NodeShare, num_gpus, without_place
+from shardvit.launch.local.env import NodeShare, accelerator, without_place
+from shardvit.launch.local.nursery import Nursery
 from shardvit.launch.local.processes import RANK_COMMAND, STOP_SIGNALS, rank_environment, run_ranks, signal_of
 from shardvit.pipeline.own_code.by_path import references
 from shardvit.pipeline.recipe.schema import Recipe
@@ -53,14 +54,18 @@ def rank_arguments(launch: Launch) -> list[str]:
     return [str(launch.recipe_file), *stages, "--runs", str(launch.runs_root), *own]
 
 
-def run_stage_locally(launch: Launch) -> int:
-    """Run the stages; returns the most informative exit code (negative: killed by a signal). The caller holds the run
-    folder's lock. KeyboardInterrupt if stopped before any rank saved; OSError if the run folder is not writable."""
-    more = {} if num_gpus() else {"DS_ACCELERATOR": "cpu"}  # else DeepSpeed warns in every process
+def run_stage_locally(launch: Launch, *, nursery: Nursery | None = None) -> int:
+    """Run the stages, in forks of `nursery` if there is one; returns the most informative exit code (negative: killed
+    by a signal). The caller holds the run folder's lock. KeyboardInterrupt if stopped before any rank saved; OSError if
+    the run folder is not writable."""
     with _rendezvous(launch.runs_root / launch.recipe.name) as folder:
         code, stop_was_asked = run_ranks(
             [*RANK_COMMAND, *rank_arguments(launch)],
-            [rank_environment(rank, ranks=launch.ranks, rendezvous=folder) | more for rank in range(launch.ranks)],
+            [
+                rank_environment(rank, ranks=launch.ranks, rendezvous=folder) | accelerator()
+                for rank in range(launch.ranks)
+            ],
+            nursery=nursery,
             on_stop=lambda: print(f"\n{STOPPING}", file=sys.stderr, flush=True),
         )
     # SIGTERM kills a rank that is still importing.

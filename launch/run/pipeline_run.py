@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -15,6 +16,7 @@ from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.shards.location import CommandRefused, Commands
 from shardvit.launch.hosts.hostfile import Fleet
 from shardvit.launch.local.env import SUPERVISOR_PID, num_gpus, tracking_uri
+from shardvit.launch.local.nursery import Nursery
 from shardvit.launch.local.output import say
 from shardvit.launch.local.processes import handled, kill_all, memory_kills, reason
 from shardvit.launch.local.start import Launch, run_stage_locally
@@ -79,10 +81,12 @@ class PipelineRun:
         mode: Literal["train", "dry-run"] = "train",
         max_restarts: int = 0,
         keys: Literal["changed", "all"] = "changed",
+        nursery: Nursery | None = None,
     ) -> int:
         """Run the unfinished stages, or `only` one; returns the exit code. A dry run prints a summary and the recipe's
-        `keys`. `max_restarts` counts over all stages. UserError if there is no such stage or the run folder is in use
-        or not writable; KeyboardInterrupt if stopped between stages or before a restart."""
+        `keys`. `max_restarts` counts over all stages. Ranks on this machine are forks of `nursery`. UserError if there
+        is no such stage or the run folder is in use or not writable; KeyboardInterrupt if stopped between stages or
+        before a restart."""
         names = self.recipe.stages.names
         if only is not None and only not in names:
             raise UserError(f"--stage {only}: the recipe has only the stages {', '.join(names)}")
@@ -94,21 +98,21 @@ class PipelineRun:
         if mode == "dry-run":
             from shardvit.launch.plan.dry_run import printed, summary
 
-            self._starter()  # checks the hosts
+            self._starter(None)  # checks the hosts
             text = summary(
                 self.recipe, folder=self.folder, processes=self.processes, stages=tuple(stages), state=self._state
             )
             print(printed(text, recipe=self.recipe, keys=keys), end="")
             return 0
         try:
-            return self._run(stages, restarts=Restarts(max_restarts))
+            return self._run(stages, restarts=Restarts(max_restarts), nursery=nursery)
         except OSError as error:
             problem = disk_problem(error, folder=self.folder.path)
             if problem is None:
                 raise
             raise UserError(problem) from error
 
-    def _run(self, stages: list[StageName], *, restarts: Restarts) -> int:
+    def _run(self, stages: list[StageName], *, restarts: Restarts, nursery: Nursery | None) -> int:
         # Between stages there is nothing to save: these signals act like Ctrl-C.
         interrupting = handled((signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1), signal.default_int_handler)
         lock = locked(
@@ -118,7 +122,7 @@ class PipelineRun:
             end_others=lambda: kill_all(SUPERVISOR_PID, str(os.getpid())),
         )
         with interrupting, lock as there, there.demanded():
-            start = self._starter()
+            start = self._starter(nursery)
             for note in self.folder.open(self.recipe, restart=self.restart):
                 print(note)
             self.folder.note_difference(self.difference)
@@ -129,10 +133,10 @@ class PipelineRun:
                     return code
         return 0
 
-    def _starter(self) -> Callable[[Launch], int]:
+    def _starter(self, nursery: Nursery | None) -> Callable[[Launch], int]:
         """Return the function that starts stages, here or on the hosts; checks the hosts first."""
         if self.fleet is None:
-            return run_stage_locally
+            return partial(run_stage_locally, nursery=nursery)
         from shardvit.launch.hosts.stage import prepare
 
         return prepare(

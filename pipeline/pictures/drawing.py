@@ -29,6 +29,10 @@ _SHOWN: dict[Moment, str] = {"begin": "beginning", "evaluated": "evaluation", "e
 
 def drawers(moment: Moment) -> Sequence[Drawer]:
     """Import the drawers of a moment: begin (data as the model sees it), evaluated (results), end (the model)."""
+    if moment != "evaluated":
+        from shardvit.model.without_compiler import import_timm
+
+        import_timm()  # before they do
     match moment:
         case "begin":
             from shardvit.pipeline.pictures.training_batch import draw_training_batch

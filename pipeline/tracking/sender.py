@@ -380,7 +380,7 @@ def _follow_until(over: threading.Event, sender: Sender) -> None:
         wait_seconds = _FLUSH_SECONDS
         try:
             again = sender.round()
-            if is_ending and not again:
+            if is_ending and not again and not sender.pictures_changed:  # drawn while the model was sent
                 return
             pause_seconds = _FIRST_PAUSE_SECONDS
             if again:

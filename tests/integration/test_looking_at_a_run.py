@@ -16,6 +16,7 @@ from tests.left_behind import surprises
 from tests.small_recipe import SMALL, small_recipe, small_stage, write_recipe
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
+SYNCS = (("sync", "runs/drawn"), ("sync", "runs/plain"))
 
 
 @pytest.fixture(scope="module")
@@ -28,6 +29,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory, run_cli: Run) -> Path:
     write_recipe(folder / "recipe.yaml", recipe)
     for overrides in ([], ["name=plain", "pictures=off", "seed=0"]):
         done = run_cli("run", "recipe.yaml", *overrides, cwd=folder, env={"SHARDVIT_PICTURES": "auto"})
+        assert done.returncode == 0, done.stdout + done.stderr
+    for command in (("report", "runs/drawn"), ("report", "--no-draw", "runs/plain"), *SYNCS):  # what no run waits for
+        done = run_cli(*command, cwd=folder)
         assert done.returncode == 0, done.stdout + done.stderr
     return folder
 

@@ -7,11 +7,14 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from shardvit.launch.draw_and_send import DrawAndSend
+from shardvit.pipeline.pictures import drawing
+from shardvit.pipeline.pictures.style import Drawn
 from shardvit.pipeline.ranks.process import process_started
 from shardvit.pipeline.recipe.io import dump_recipe, load_recipe
 from shardvit.pipeline.runs.logs import MetricsLog
@@ -37,25 +40,63 @@ def noted(folder: RunFolder) -> dict[str, int]:
     return json.loads((folder.stage("finetune") / "pictures" / "drawn.json").read_text())
 
 
-def test_what_is_asked_for_is_done_before_it_ends(folder: RunFolder) -> None:
+def wait_for(condition: Callable[[], object], *, seconds: float = 120) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def test_what_is_asked_for_is_drawn(folder: RunFolder) -> None:
     said: list[str] = []
     with open_beside(folder, said) as beside:
         beside.ask("finetune", "begin", 7)
         beside.ask("masked_patch", "begin", 0)  # the recipe has none
         beside.ask("finetune", "evaluated", 10)
+        wait_for((folder.stage("finetune") / "pictures" / "drawn.json").is_file, seconds=300)
         beside.close(patience_seconds=300)
     assert noted(folder)["evaluated"] == 10 and "masked_patch" in (folder.path / "pictures.log").read_text()
-    assert not any("not drawn" in line for line in said)
+    assert said == []
+
+
+@pytest.fixture
+def endless(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A drawer that writes this file and never comes to an end, which the forked process inherits."""
+    begun = folder.stage("finetune") / "pictures" / "grid" / "begun"
+
+    def draw_for_ever(request: object) -> list[Drawn]:
+        begun.parent.mkdir(parents=True)
+        begun.with_name(f".step.png.{os.getpid()}.tmp").touch()
+        begun.touch()
+        while True:
+            time.sleep(1)
+
+    monkeypatch.setattr(drawing, "drawers", lambda moment: [draw_for_ever])
+    return begun
+
+
+def test_nobody_waits_for_a_picture(folder: RunFolder, endless: Path) -> None:
+    said: list[str] = []
+    with open_beside(folder, said) as beside:
+        beside.ask("finetune", "end", 50)
+        wait_for(endless.is_file)
+        beside.close(patience_seconds=1e6)
+    assert beside._child.returncode == 0 and not any("missing" in line for line in said)
+    assert [each.name for each in endless.parent.iterdir()] == ["begun"]  # nothing half written is left
+
+
+def test_before_a_stage_has_begun_nothing_is_written_or_sent(folder: RunFolder) -> None:
+    with open_beside(folder, []) as beside:
+        pass
+    assert beside._child.returncode == -signal.SIGKILL and not (folder.path / "pictures.log").exists()
 
 
 def test_what_drawing_takes_is_known_while_it_goes_on(folder: RunFolder) -> None:
     with open_beside(folder, []) as beside:
-        assert beside.cpu_seconds() == 0
         beside.ask("finetune", "begin", 7)
         while beside.cpu_seconds() < 0.1:
             time.sleep(0.02)
         child = beside._child
-        assert child is not None
         child.kill()
         child.wait()
         assert beside.cpu_seconds() == 0
@@ -66,7 +107,6 @@ def test_a_process_that_was_killed_costs_a_line(folder: RunFolder) -> None:
     with open_beside(folder, said) as beside:
         beside.ask("finetune", "begin", 0)
         child = beside._child
-        assert child is not None
         os.kill(child.pid, signal.SIGKILL)
         child.wait()
         for _ in range(3):
@@ -79,7 +119,6 @@ def test_who_is_in_a_hurry_does_not_wait(folder: RunFolder) -> None:
     with open_beside(folder, said) as beside:
         beside.ask("finetune", "begin", 0)
         child = beside._child
-        assert child is not None
         os.kill(child.pid, signal.SIGSTOP)
         beside.close(patience_seconds=300, hurry=lambda: True)
     assert child.returncode == -signal.SIGKILL and "shardvit report" in said[-1]
@@ -89,7 +128,6 @@ def test_a_pipe_that_is_full_stops_nobody(folder: RunFolder) -> None:
     said: list[str] = []
     with open_beside(folder, said) as beside:
         beside.ask("finetune", "begin", 0)
-        assert beside._child is not None
         os.kill(beside._child.pid, signal.SIGSTOP)
         for step in range(5_000):
             beside.ask("finetune", "evaluated", step)

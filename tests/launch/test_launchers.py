@@ -117,7 +117,7 @@ def train(case: Case, command: list[str], *, typed: Typed) -> None:
     assert done.returncode == 0, done.stdout
     assert case.record()["state"] == "done", done.stdout
     assert sprung() == []
-    watch.demand("shardvit.launch.train" if SCRIPT not in command else SCRIPT, "draw_and_send", without=case.folder)
+    watch.demand("shardvit.launch.train" if SCRIPT not in command else SCRIPT, without=case.folder)
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ STARTING = (
 DEMO = "demo --shards demo-shards"
 MAY_END_OTHERWISE = ("doctor", "cancel", "push")  # machines differ, and there is no SLURM and no hub
 NO_HUB = {"HF_ENDPOINT": "http://127.0.0.1:9"}
-STARTED = ("shardvit.launch.train", "draw_and_send", "forkserver")  # what `run` starts
+STARTED = ("shardvit.launch.train", "forkserver")  # what `run` starts
 
 
 def python(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -111,7 +111,7 @@ def test_every_command_does(more: Sequence[str], tmp_path: Path):
 
 @pytest.mark.slow
 def test_the_demo_does(tmp_path: Path):
-    run_all(tmp_path / "repository", (DEMO,), started=("shardvit.launch.train", "draw_and_send"))  # it reads in threads
+    run_all(tmp_path / "repository", (DEMO,), started=("shardvit.launch.train",))  # it reads in threads
 
 
 def test_no_command_is_forgotten():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -68,7 +69,8 @@ def demo(
     go_on()
     choice = CHOICES[data]
     print(f"== packing {data} ==", flush=True)
-    from shardvit.data_shards.packing.pack import pack  # late: imports scikit-learn, and the first line must not wait
+    from shardvit.data_shards.packing.pack import pack  # late: the first line must not wait
+    from shardvit.launch.local.nursery import open_nursery
     from shardvit.launch.run.pipeline_run import PipelineRun
     from shardvit.pipeline.recipe.io import difference_to_parent, load_recipe
 
@@ -76,20 +78,23 @@ def demo(
         ("pretrain", choice.pretrain_classes, choice.pretrain_holdout),
         ("transfer", choice.transfer_classes, choice.transfer_holdout),
     )
-    for use, classes, holdout in packed:
-        pack(data, shards / f"{data}-{use}", classes=classes, holdout=holdout)
     folders: list[RunFolder] = []
-    for recipe in (choice.recipe, f"{choice.recipe}_scratch"):
-        print(f"\n== {recipe} ==", flush=True)
-        changes = [*_shard_paths(recipe, data, shards), *_few_shot(recipe, data, shards), *_processes()]
-        run = PipelineRun.open(
-            load_recipe(recipe, overrides=changes),
-            runs_root=runs,
-            difference=difference_to_parent(recipe, overrides=changes),
-        )
-        if code := run.execute():
-            return code
-        folders.append(run.folder)
+    with ExitStack() as held:
+        nursery = held.enter_context(open_nursery())  # imports the libraries meanwhile
+        for use, classes, holdout in packed:
+            pack(data, shards / f"{data}-{use}", classes=classes, holdout=holdout)
+        for recipe in (choice.recipe, f"{choice.recipe}_scratch"):
+            print(f"\n== {recipe} ==", flush=True)
+            changes = [*_shard_paths(recipe, data, shards), *_few_shot(recipe, data, shards), *_processes()]
+            run = PipelineRun.open(
+                load_recipe(recipe, overrides=changes),
+                runs_root=runs,
+                difference=difference_to_parent(recipe, overrides=changes),
+            )
+            if code := run.execute(nursery=nursery or held.enter_context(open_nursery())):
+                return code
+            folders.append(run.folder)
+            nursery = None  # it ended with its ranks
     transferred, scratch = folders
     print(f"\n{comparison(transferred, scratch=scratch)}\n\n{next_commands(choice, runs_root=runs)}\n", flush=True)
     from shardvit.launch.pages.sections import write_beside
