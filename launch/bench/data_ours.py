@@ -136,11 +136,14 @@ def measure_transform(
         of_groups[name] = lambda group, method=method: [method(item) for item in group]
     groups = [items[first : first + TOGETHER] for first in range(0, len(items), TOGETHER)]
     in_turns(of_groups, groups[:2], rounds=1)  # load libraries before timing
-    seconds = in_turns(of_groups, groups, rounds=rounds)
+    seconds = {name: [0.0] * rounds for name in of_groups}
+    for number in range(rounds):
+        for group in groups:  # short turns: a loaded machine's speed changes within a second
+            for name, (spent,) in in_turns(of_groups, [group], rounds=1).items():
+                seconds[name][number] += 1000 * spent / len(items)
     psnr = sorted(_psnr(pixels, item) for group in groups for pixels, item in zip(_together(group), group, strict=True))
-    per_image = 1000 * len(groups) / len(items)
     return (
-        {name: [per_image * value for value in seconds[name]] for name in TRANSFORMS if name in seconds},
+        {name: seconds[name] for name in TRANSFORMS if name in seconds},
         {"median": statistics.median(psnr), "95 % exceed": psnr[len(psnr) // 20], "worst": psnr[0]},
         skipped,
     )
