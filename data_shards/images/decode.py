@@ -119,7 +119,7 @@ def decode_together(parts: Sequence[tuple[EncodedImage, Box]]) -> list[Pixels | 
         _device(image.decoder, height=image.height, width=image.width, box=box) if image.jpeg else None
         for image, box in parts
     ]
-    for device in {device for device in devices if device is not None}:
+    for device in {device for device in devices if device}:
         places = [place for place, each in enumerate(devices) if each == device]
         wanted = [(parts[place][0].jpeg, parts[place][1]) for place in places]
         for place, pixels in zip(places, decode_nvimgcodec.decode_jpegs(wanted, device=device), strict=True):
@@ -237,12 +237,9 @@ def _device(decoder: DecoderName, *, height: int, width: int, box: Box) -> decod
     """Where nvImageCodec decodes this box of a plain JPEG; None if simplejpeg does."""
     if decoder == "gpu":
         return "gpu"
-    region_pays = (
-        (box.height, box.width) != (height, width)
-        and height * width > _REGION_PAYS_PIXELS
-        and decode_nvimgcodec.complaint("cpu") is None
-    )
-    return "cpu" if decoder == "nvimgcodec" or (decoder == "auto" and region_pays) else None
+    is_region = (box.height, box.width) != (height, width) and height * width > _REGION_PAYS_PIXELS
+    pays = decoder == "auto" and is_region and decode_nvimgcodec.complaint("cpu") is None
+    return "cpu" if pays or decoder == "nvimgcodec" else None
 
 
 def _simplejpeg(data: bytes, box: Box) -> Pixels | None:

@@ -7,7 +7,7 @@ not counted, since each image must count once. `Batch.faults` names both.
 
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -49,8 +49,7 @@ class _Begun(NamedTuple):  # 2 µs faster to make than a frozen dataclass
     """A sample that is read and not decoded yet, or what is wrong with it, told when its turn comes."""
 
     slot: int
-    shard: int
-    row: int
+    sample: tuple[int, int]  # shard and row
     key: str
     labels: tuple[int, ...] = ()
     wanted: tuple[EncodedImage, Box] | None = None
@@ -133,7 +132,7 @@ class Assembler:
             rows.mirrored[slot] = transform.finish(pixels, draws=draws[slot], into=rows.pixels[slot])[1]
 
         parts = _Transform(box, finish)
-        for slot, is_whole in self._fill(rows, _places(refs), transform=parts):
+        for slot, is_whole in self._fill(rows, refs, transform=parts):
             if not is_whole:
                 self._substitute(rows, slot, refs, order=order, transform=parts)
         return rows.batch(epochs=refs.epoch, is_multi_label=self._is_multi_label, mix=mix)
@@ -144,8 +143,7 @@ class Assembler:
         first, wanted = rows.faults[-1], refs.part(slice(slot, slot + 1))
         for attempt in range(1, _MOST_ATTEMPTS + 1):
             other = order.substitute(wanted, attempt=attempt)
-            place = slot, int(other.shard[0]), int(other.row[0])
-            if all(is_whole for _, is_whole in self._fill(rows, [place], transform=transform)):
+            if all(is_whole for _, is_whole in self._fill(rows, other, transform=transform, first=slot)):
                 rows.samples[slot], rows.substituted[slot] = int(other.sample[0]), True
                 return
         raise SampleError(
@@ -163,7 +161,7 @@ class Assembler:
         def finish(slot: int, pixels: Pixels) -> None:
             transform.finish(pixels, into=rows.pixels[slot])
 
-        for slot, is_whole in self._fill(rows, _places(refs), transform=_Transform(box, finish)):
+        for slot, is_whole in self._fill(rows, refs, transform=_Transform(box, finish)):
             if not is_whole:
                 rows.keys[slot] = rows.faults[-1].key
                 rows.pixels[slot] = 0
@@ -174,16 +172,16 @@ class Assembler:
         return self._reader.describe(shard, row=row)
 
     def _fill(
-        self, rows: _Rows, places: Iterable[tuple[int, int, int]], *, transform: _Transform
+        self, rows: _Rows, refs: SampleRefs, *, transform: _Transform, first: int = 0
     ) -> Iterator[tuple[int, bool]]:
-        """Read and transform samples, (slot, shard, row) each, into their slots.
+        """Read and transform samples into the slots from `first` on.
 
         Yields each slot in turn, once it is filled, and whether the sample is whole; if not, with a fault in `rows`.
         """
         begun: list[_Begun] = []
         pixels = 0
-        for slot, shard, row in places:
-            begun.append(each := self._begin(slot, shard=shard, row=row, transform=transform))
+        for slot, sample in enumerate(zip(refs.shard.tolist(), refs.row.tolist(), strict=True), start=first):
+            begun.append(each := self._begin(slot, sample, transform=transform))
             if each.wanted is not None:
                 pixels += each.wanted[1].height * each.wanted[1].width
             if len(begun) == TOGETHER or pixels > _MOST_PIXELS_TOGETHER:
@@ -192,27 +190,25 @@ class Assembler:
         if begun:
             yield from self._finish(rows, begun, transform=transform)
 
-    def _begin(self, slot: int, *, shard: int, row: int, transform: _Transform) -> _Begun:
+    def _begin(self, slot: int, sample: tuple[int, int], *, transform: _Transform) -> _Begun:
         access, key = self._access, ""
-        _note([(shard, row)])
+        _note([sample])
         try:
-            raw = self._reader.read(shard, row=row)
+            raw = self._reader.read(sample[0], row=sample[1])
             key = raw.key
             image = read_image(raw.image, decoder=access.decoder, limit=access.pixel_limit)
-            return _Begun(slot, shard, row, key, raw.labels, (image, transform.box(slot, image)))
+            return _Begun(slot, sample, key, raw.labels, (image, transform.box(slot, image)))
         except (UserError, CorruptSample, UnreadableImage) as error:
-            return _Begun(slot, shard, row, key, error=error)
+            return _Begun(slot, sample, key, error=error)
 
     def _finish(self, rows: _Rows, begun: Sequence[_Begun], *, transform: _Transform) -> Iterator[tuple[int, bool]]:
-        _note([(each.shard, each.row) for each in begun])
-        wanted = [each.wanted for each in begun if each.wanted is not None]
-        decoded = iter(decode_together(wanted))
+        _note([each.sample for each in begun])
+        decoded = iter(decode_together([each.wanted for each in begun if each.wanted is not None]))
         for each in begun:
-            _note([(each.shard, each.row)])
+            _note([each.sample])
             yield each.slot, self._finish_one(rows, each, each.wanted and next(decoded), transform=transform)
 
     def _finish_one(self, rows: _Rows, begun: _Begun, pixels: Pixels | None, *, transform: _Transform) -> bool:
-        access = self._access
         try:
             try:
                 if begun.error is not None:
@@ -221,10 +217,10 @@ class Assembler:
                 image, box = begun.wanted
                 transform.finish(begun.slot, image.pixels(box) if pixels is None else pixels)
             except UnreadableImage as error:
-                name = access.shards.shards[begun.shard].name
+                name = self._access.shards.shards[begun.sample[0]].name
                 raise CorruptSample(name, key=begun.key, reason=str(error)) from error
         except CorruptSample as corrupt:
-            if access.on_corrupt == "stop":
+            if self._access.on_corrupt == "stop":
                 raise SampleError(
                     f"{corrupt}; repair the shard (`shardvit check` finds all such samples), or set "
                     "data.max_corrupt_share above 0 to train on with another sample in its place"
@@ -233,11 +229,6 @@ class Assembler:
             return False
         rows.keys[begun.slot], rows.labels[begun.slot] = begun.key, begun.labels
         return True
-
-
-def _places(refs: SampleRefs) -> Iterable[tuple[int, int, int]]:
-    """List slot, shard and row of each sample."""
-    return zip(range(len(refs.shard)), refs.shard.tolist(), refs.row.tolist(), strict=True)
 
 
 def _empty_images(count: int, size: int) -> torch.Tensor:

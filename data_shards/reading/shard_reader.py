@@ -77,10 +77,7 @@ class _Opened:
         first = (image_at if image_at < label_at else label_at) - BLOCK_BYTES
         wanted = max(image_at + image_size, label_at + label_size) - first
         if first >= 0 and wanted <= _READ_AT_ONCE_BYTES:
-            try:
-                found = os.pread(self.descriptor, wanted, first)
-            except OSError:
-                found = b""  # told below
+            found = self._pread(wanted, first)
             image_at, label_at = image_at - first, label_at - first
             if (
                 len(found) == wanted
@@ -107,21 +104,23 @@ class _Opened:
         """Read a member's data and the header before it, which must state its name (with a final zero) and size."""
         wanted = size if most_bytes is None else min(size, most_bytes)
         header_bytes = min(BLOCK_BYTES, offset)
-        try:
-            if header_bytes + wanted <= _READ_AT_ONCE_BYTES:
-                found = os.pread(self.descriptor, header_bytes + wanted, offset - header_bytes)
-                header, data = found[:header_bytes], found[header_bytes:]
-            else:
-                header = os.pread(self.descriptor, header_bytes, offset - header_bytes)
-                data = os.pread(self.descriptor, wanted, offset)
-        except OSError as error:
-            raise SampleError(f"{self.entry.name}: cannot be read ({error.strerror})") from error
+        if header_bytes + wanted <= _READ_AT_ONCE_BYTES:
+            found = self._pread(header_bytes + wanted, offset - header_bytes)
+            header, data = found[:header_bytes], found[header_bytes:]
+        else:
+            header, data = self._pread(header_bytes, offset - header_bytes), self._pread(wanted, offset)
         if len(data) != wanted:
             reason = f"it is cut short: {len(data)} of {wanted} bytes are there"
             raise CorruptSample(self.entry.name, key=self.key(row), reason=reason)
         if not _is_plain(header, name, size) and not _states(header, name[:-1], size):
             self._check_by_walk(row)
         return data
+
+    def _pread(self, count: int, offset: int) -> bytes:
+        try:
+            return os.pread(self.descriptor, count, offset)
+        except OSError as error:
+            raise SampleError(f"{self.entry.name}: cannot be read ({error.strerror})") from error
 
     def _check_by_walk(self, row: int) -> None:
         """Tell a long name, a damaged header and a wrong index apart by walking all headers."""
