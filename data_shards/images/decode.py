@@ -119,10 +119,11 @@ def decode_together(parts: Sequence[tuple[EncodedImage, Box]]) -> list[Pixels | 
         _device(image.decoder, height=image.height, width=image.width, box=box) if image.jpeg else None
         for image, box in parts
     ]
-    for device in {device for device in devices if device}:
+    for device in ("cpu", "gpu"):
         places = [place for place, each in enumerate(devices) if each == device]
         wanted = [(parts[place][0].jpeg, parts[place][1]) for place in places]
-        for place, pixels in zip(places, decode_nvimgcodec.decode_jpegs(wanted, device=device), strict=True):
+        decoded = decode_nvimgcodec.decode_jpegs(wanted, device=device) if wanted else []
+        for place, pixels in zip(places, decoded, strict=True):
             found[place] = pixels
     return found
 
