@@ -72,7 +72,17 @@ class TrainTransform:
 
         `draws`: the sample's `crops.DRAWS_PER_SAMPLE` random numbers. UnreadableImage if the image is damaged.
         """
-        square = self._cropped(image, draws=draws, into=into)
+        return self.finish(image.pixels(self.box(image.height, image.width, draws=draws)), draws=draws, into=into)
+
+    def box(self, height: int, width: int, *, draws: NDArray[np.float64]) -> Box:
+        """Find the box to decode of an image of this size."""
+        if self.crop == "resize_and_crop":
+            return _without_far_ends(height, width)
+        return CROP_LAWS[self.crop](height, width, area=self.crop_area, ratio=self.crop_ratio, draws=draws)
+
+    def finish(self, pixels: Pixels, *, draws: NDArray[np.float64], into: Pixels | None = None) -> tuple[Pixels, bool]:
+        """Go on from the box's pixels to what a call returns."""
+        square = self._resized(pixels, draws=draws, into=into)
         if self.rand_augment is not None:
             square = placed(self.rand_augment(square, draw=float(draws[RAND_AUGMENT_DRAW])), into)
         if self.own is not None:
@@ -81,21 +91,17 @@ class TrainTransform:
             square = placed(self.own(square, generator), into)
         return square, bool(draws[FLIP_DRAW] < self.flip)
 
-    def _cropped(self, image: EncodedImage, *, draws: NDArray[np.float64], into: Pixels | None) -> Pixels:
+    def _resized(self, pixels: Pixels, *, draws: NDArray[np.float64], into: Pixels | None) -> Pixels:
         size = self.image_size
         if self.crop == "resize_and_crop":
             assert self.resize_size is not None and self.resize_size >= size
-            scaled = _short_side_to(self.resize_size, image, interpolation=self.interpolation, antialias=self.antialias)
+            scaled = _short_side_to(
+                self.resize_size, pixels, interpolation=self.interpolation, antialias=self.antialias
+            )
             box = place_of(size, height=scaled.shape[0], width=scaled.shape[1], draws=draws)
             return placed(scaled[box.top : box.bottom, box.left : box.right], into)
-        box = CROP_LAWS[self.crop](image.height, image.width, area=self.crop_area, ratio=self.crop_ratio, draws=draws)
         return resize(
-            image.pixels(box),
-            height=size,
-            width=size,
-            interpolation=self.interpolation,
-            antialias=self.antialias,
-            into=into,
+            pixels, height=size, width=size, interpolation=self.interpolation, antialias=self.antialias, into=into
         )
 
 
@@ -116,20 +122,29 @@ class EvalTransform:
 
     def __call__(self, image: EncodedImage, *, into: Pixels | None = None) -> Pixels:
         """Return uint8 [size, size, 3], in `into` if given; UnreadableImage if the image is damaged."""
+        return self.finish(image.pixels(self.box(image.height, image.width)), into=into)
+
+    def box(self, height: int, width: int) -> Box:
+        """Find the box to decode of an image of this size."""
+        if self.protocol in ("vit", "vit_exact"):
+            return Box(top=0, left=0, height=height, width=width)
+        return _without_far_ends(height, width)
+
+    def finish(self, pixels: Pixels, *, into: Pixels | None = None) -> Pixels:
+        """Go on from the box's pixels to what a call returns."""
         size = self.image_size
         match self.protocol:
             case "vit" | "vit_exact":
                 antialias = "none" if self.protocol == "vit_exact" else "antialiased"
-                return resize(image.pixels(), height=size, width=size, antialias=antialias, into=into)
+                return resize(pixels, height=size, width=size, antialias=antialias, into=into)
             case "big_vision" | "big_vision_exact":
                 kernel = "area" if self.protocol == "big_vision_exact" else "bilinear"
-                scaled = _short_side_to(round(size / self._share), image, interpolation=kernel)
+                scaled = _short_side_to(round(size / self._share), pixels, interpolation=kernel)
                 top, left = (scaled.shape[0] - size) // 2, (scaled.shape[1] - size) // 2
             case "timm":
-                box = _without_far_ends(image)
-                side, short = math.floor(size / self._share), min(box.height, box.width)
-                height, width = side * box.height // short, side * box.width // short
-                scaled = resize(image.pixels(box), height=height, width=width, interpolation="bicubic")
+                side, short = math.floor(size / self._share), min(pixels.shape[:2])
+                height, width = side * pixels.shape[0] // short, side * pixels.shape[1] // short
+                scaled = resize(pixels, height=height, width=width, interpolation="bicubic")
                 # torchvision's rounding: halves to even
                 top, left = round((height - size) / 2), round((width - size) / 2)
         return placed(scaled[top : top + size, left : left + size], into)
@@ -140,21 +155,15 @@ class EvalTransform:
 
 
 def _short_side_to(
-    side: int, image: EncodedImage, *, interpolation: CropInterpolation, antialias: Antialias = "antialiased"
+    side: int, pixels: Pixels, *, interpolation: CropInterpolation, antialias: Antialias = "antialiased"
 ) -> Pixels:
-    box = _without_far_ends(image)
-    ratio = side / min(box.height, box.width)
-    return resize(
-        image.pixels(box),
-        height=round(box.height * ratio),
-        width=round(box.width * ratio),
-        interpolation=interpolation,
-        antialias=antialias,
-    )
+    ratio = side / min(pixels.shape[:2])
+    height, width = round(pixels.shape[0] * ratio), round(pixels.shape[1] * ratio)
+    return resize(pixels, height=height, width=width, interpolation=interpolation, antialias=antialias)
 
 
-def _without_far_ends(image: EncodedImage) -> Box:
+def _without_far_ends(height: int, width: int) -> Box:
     """Return the box of the whole image, or of its middle if it is more elongated than any photograph."""
-    most = _MOST_ELONGATED * min(image.height, image.width)
-    height, width = min(image.height, most), min(image.width, most)
-    return Box(top=(image.height - height) // 2, left=(image.width - width) // 2, height=height, width=width)
+    most = _MOST_ELONGATED * min(height, width)
+    tall, wide = min(height, most), min(width, most)
+    return Box(top=(height - tall) // 2, left=(width - wide) // 2, height=tall, width=wide)

@@ -7,18 +7,21 @@ not counted, since each image must count once. `Batch.faults` names both.
 
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch.utils.data import get_worker_info
 
-from shardvit.data_shards.errors import CorruptSample, Fault, SampleError, UnreadableImage
-from shardvit.data_shards.images.decode import USUAL_LIMIT, EncodedImage, PixelLimit, read_image
-from shardvit.data_shards.images.transforms import EvalTransform, Pixels, TrainTransform
+from shardvit.data_shards.errors import CorruptSample, Fault, SampleError, UnreadableImage, UserError
+from shardvit.data_shards.images.crops import Box, Pixels
+from shardvit.data_shards.images.decode import USUAL_LIMIT, EncodedImage, PixelLimit, decode_together, read_image
+from shardvit.data_shards.images.transforms import EvalTransform, TrainTransform
 from shardvit.data_shards.loading.batch import Batch
+from shardvit.data_shards.loading.memory import TOGETHER
 from shardvit.data_shards.loading.mixing import Mix
 from shardvit.data_shards.order.sample_order import LaneStream, SampleRefs
 from shardvit.data_shards.reading.shard_reader import ShardReader
@@ -31,7 +34,26 @@ from shardvit.data_shards.vocabulary import DecoderName, OnCorrupt
 _MOST_ATTEMPTS = 16
 PADDING = -1  # fills label rows of samples with fewer labels than others
 
-_Transform = Callable[[EncodedImage, Pixels], None]  # image, row to fill
+_MOST_PIXELS_TOGETHER = 1 << 22  # bounds the memory: 12 MB, and an image with more is decoded with those before it
+
+
+@dataclass(frozen=True)
+class _Transform:
+    """A transform in two parts, around the decoding."""
+
+    box: Callable[[int, EncodedImage], Box]  # slot, image -> the box to decode
+    finish: Callable[[int, Pixels], None]  # slot, pixels of the box; fills the row
+
+
+class _Begun(NamedTuple):  # 2 µs faster to make than a frozen dataclass
+    """A sample that is read and not decoded yet, or what is wrong with it, told when its turn comes."""
+
+    slot: int
+    sample: tuple[int, int]  # shard and row
+    key: str
+    labels: tuple[int, ...] = ()
+    wanted: tuple[EncodedImage, Box] | None = None
+    error: Exception | None = None
 
 
 @dataclass(frozen=True)
@@ -102,13 +124,17 @@ class Assembler:
         With `mix` the last row is only mixed into the one before. SampleError for damage that is not substituted.
         """
         rows = _Rows(refs, image_size=transform.image_size)
-        for slot, (shard, row) in enumerate(zip(refs.shard.tolist(), refs.row.tolist(), strict=True)):
 
-            def crop(image: EncodedImage, into: Pixels, slot: int = slot) -> None:
-                rows.mirrored[slot] = transform(image, draws=draws[slot], into=into)[1]
+        def box(slot: int, image: EncodedImage) -> Box:
+            return transform.box(image.height, image.width, draws=draws[slot])
 
-            if not self._fill(rows, slot, shard=shard, row=row, transform=crop):
-                self._substitute(rows, slot, refs, order=order, transform=crop)
+        def finish(slot: int, pixels: Pixels) -> None:
+            rows.mirrored[slot] = transform.finish(pixels, draws=draws[slot], into=rows.pixels[slot])[1]
+
+        parts = _Transform(box, finish)
+        for slot, is_whole in self._fill(rows, refs, transform=parts):
+            if not is_whole:
+                self._substitute(rows, slot, refs, order=order, transform=parts)
         return rows.batch(epochs=refs.epoch, is_multi_label=self._is_multi_label, mix=mix)
 
     def _substitute(
@@ -117,7 +143,7 @@ class Assembler:
         first, wanted = rows.faults[-1], refs.part(slice(slot, slot + 1))
         for attempt in range(1, _MOST_ATTEMPTS + 1):
             other = order.substitute(wanted, attempt=attempt)
-            if self._fill(rows, slot, shard=int(other.shard[0]), row=int(other.row[0]), transform=transform):
+            if all(is_whole for _, is_whole in self._fill(rows, other, transform=transform, first=slot)):
                 rows.samples[slot], rows.substituted[slot] = int(other.sample[0]), True
                 return
         raise SampleError(
@@ -129,11 +155,13 @@ class Assembler:
         """Make a held-out batch, without counting padding and damaged images; SampleError if no damage is allowed."""
         rows = _Rows(refs, image_size=transform.image_size)
 
-        def centre(image: EncodedImage, into: Pixels) -> None:
-            transform(image, into=into)
+        def box(_: int, image: EncodedImage) -> Box:
+            return transform.box(image.height, image.width)
 
-        for slot, (shard, row) in enumerate(zip(refs.shard.tolist(), refs.row.tolist(), strict=True)):
-            is_whole = self._fill(rows, slot, shard=shard, row=row, transform=centre)
+        def finish(slot: int, pixels: Pixels) -> None:
+            transform.finish(pixels, into=rows.pixels[slot])
+
+        for slot, is_whole in self._fill(rows, refs, transform=_Transform(box, finish)):
             if not is_whole:
                 rows.keys[slot] = rows.faults[-1].key
                 rows.pixels[slot] = 0
@@ -143,27 +171,63 @@ class Assembler:
     def describe(self, shard: int, *, row: int) -> str:
         return self._reader.describe(shard, row=row)
 
-    def _fill(self, rows: _Rows, slot: int, *, shard: int, row: int, transform: _Transform) -> bool:
-        """Read and transform one sample into a row; False, with a fault in `rows`, if it is damaged."""
-        _note(shard, row)
-        access = self._access
+    def _fill(
+        self, rows: _Rows, refs: SampleRefs, *, transform: _Transform, first: int = 0
+    ) -> Iterator[tuple[int, bool]]:
+        """Read and transform samples into the slots from `first` on.
+
+        Yields each slot in turn, once it is filled, and whether the sample is whole; if not, with a fault in `rows`.
+        """
+        begun: list[_Begun] = []
+        pixels = 0
+        for slot, sample in enumerate(zip(refs.shard.tolist(), refs.row.tolist(), strict=True), start=first):
+            begun.append(each := self._begin(slot, sample, transform=transform))
+            if each.wanted is not None:
+                pixels += each.wanted[1].height * each.wanted[1].width
+            if len(begun) == TOGETHER or pixels > _MOST_PIXELS_TOGETHER:
+                yield from self._finish(rows, begun, transform=transform)
+                begun, pixels = [], 0
+        if begun:
+            yield from self._finish(rows, begun, transform=transform)
+
+    def _begin(self, slot: int, sample: tuple[int, int], *, transform: _Transform) -> _Begun:
+        access, key = self._access, ""
+        _note([sample])
         try:
-            raw = self._reader.read(shard, row=row)
+            raw = self._reader.read(sample[0], row=sample[1])
+            key = raw.key
+            image = read_image(raw.image, decoder=access.decoder, limit=access.pixel_limit)
+            return _Begun(slot, sample, key, raw.labels, (image, transform.box(slot, image)))
+        except (UserError, CorruptSample, UnreadableImage) as error:
+            return _Begun(slot, sample, key, error=error)
+
+    def _finish(self, rows: _Rows, begun: Sequence[_Begun], *, transform: _Transform) -> Iterator[tuple[int, bool]]:
+        _note([each.sample for each in begun])
+        decoded = iter(decode_together([each.wanted for each in begun if each.wanted is not None]))
+        for each in begun:
+            _note([each.sample])
+            yield each.slot, self._finish_one(rows, each, each.wanted and next(decoded), transform=transform)
+
+    def _finish_one(self, rows: _Rows, begun: _Begun, pixels: Pixels | None, *, transform: _Transform) -> bool:
+        try:
             try:
-                image = read_image(raw.image, decoder=access.decoder, limit=access.pixel_limit)
-                transform(image, rows.pixels[slot])
+                if begun.error is not None:
+                    raise begun.error
+                assert begun.wanted is not None
+                image, box = begun.wanted
+                transform.finish(begun.slot, image.pixels(box) if pixels is None else pixels)
             except UnreadableImage as error:
-                name = access.shards.shards[shard].name
-                raise CorruptSample(name, key=raw.key, reason=str(error)) from error
+                name = self._access.shards.shards[begun.sample[0]].name
+                raise CorruptSample(name, key=begun.key, reason=str(error)) from error
         except CorruptSample as corrupt:
-            if access.on_corrupt == "stop":
+            if self._access.on_corrupt == "stop":
                 raise SampleError(
                     f"{corrupt}; repair the shard (`shardvit check` finds all such samples), or set "
                     "data.max_corrupt_share above 0 to train on with another sample in its place"
                 ) from corrupt
             rows.faults.append(Fault(shard=corrupt.shard, key=corrupt.key, reason=corrupt.reason))
             return False
-        rows.keys[slot], rows.labels[slot] = raw.key, raw.labels
+        rows.keys[begun.slot], rows.labels[begun.slot] = begun.key, begun.labels
         return True
 
 
@@ -175,11 +239,15 @@ def _empty_images(count: int, size: int) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage._new_shared(math.prod(shape))).view(shape)
 
 
-def _note(shard: int, row: int) -> None:
-    """Note the next sample in a worker process, so that a report of its death can name it."""
+def _note(samples: Sequence[tuple[int, int]]) -> None:
+    """Note the next sample, or those to be decoded together, in a worker process: a report of its death names them."""
     info = get_worker_info()
     if info is not None and (notes := getattr(info.dataset, "notes", None)) is not None:  # of `workers`
-        notes[2 * info.id : 2 * info.id + 2] = shard, row
+        numbers = [number for sample in samples for number in sample]
+        if len(samples) < TOGETHER:
+            numbers.append(-1)  # ends them
+        start = 2 * TOGETHER * info.id
+        notes[start : start + len(numbers)] = numbers
 
 
 def _label_tensor(labels: list[tuple[int, ...]], *, is_multi_label: bool) -> torch.Tensor:

@@ -19,6 +19,7 @@ from shardvit.data_shards.images.crops import DRAWS_PER_SAMPLE
 from shardvit.data_shards.images.transforms import EvalTransform, TrainTransform
 from shardvit.data_shards.loading.assemble import Access, Assembler
 from shardvit.data_shards.loading.batch import Batch
+from shardvit.data_shards.loading.memory import TOGETHER
 from shardvit.data_shards.loading.mixing import MixupConfig, draw_mix
 from shardvit.data_shards.loading.workers import iterate
 from shardvit.data_shards.order.mixture import AnyOrder, upcoming_shards
@@ -29,7 +30,7 @@ from shardvit.data_shards.vocabulary import RandomStream, WorkerKind
 
 # Planned together, at a ninth of the cost of 64 at a time; each worker process plans for itself.
 _PLANNED_IMAGES = 1024
-_TRIED_IMAGES, _TRIED_AT_ONCE, _TRIED_SECONDS = 64, 4, 0.5  # to time decoding
+_TRIED_IMAGES, _TRIED_SECONDS = 64, 0.5  # to time decoding
 
 
 @dataclass(frozen=True)
@@ -75,15 +76,15 @@ class TrainBatches:
     def decode_seconds(self, number: int) -> float | None:
         """Measure CPU seconds an image on part of a micro-batch, in half a second; None if one cannot be read."""
         refs, draws = self.plan(number)
-        spent, count = 0.0, 0
+        spent, count, at_once = 0.0, 0, max(1, min(TOGETHER, self._rows // 2))
         try:
-            for first in range(0, min(self._rows, _TRIED_IMAGES), _TRIED_AT_ONCE):
-                part = slice(first, first + _TRIED_AT_ONCE)
+            for first in range(0, min(self._rows, _TRIED_IMAGES), at_once):
+                part = slice(first, first + at_once)
                 before = time.process_time()
                 batch = self._assembler.train(
                     refs.part(part), order=self.order, transform=self._transform, draws=draws[part]
                 )
-                if first or self._rows <= _TRIED_AT_ONCE:  # the first part loads the decoder and opens shards
+                if first or self._rows <= at_once:  # the first part loads the decoder and opens shards
                     spent, count = spent + time.process_time() - before, count + len(batch.keys)
                 if spent > _TRIED_SECONDS:
                     break

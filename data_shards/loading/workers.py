@@ -16,7 +16,7 @@ import weakref
 from collections import deque
 from collections.abc import Generator, Sequence
 from concurrent.futures import Future
-from itertools import islice
+from itertools import islice, takewhile
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.reduction import ForkingPickler
 from queue import SimpleQueue
@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset
 
 from shardvit.data_shards.errors import OwnCodeFailed, UserError, WorkerDied
-from shardvit.data_shards.loading.memory import PREFETCH
+from shardvit.data_shards.loading.memory import PREFETCH, TOGETHER
 from shardvit.data_shards.processes import end_with_parent
 from shardvit.data_shards.vocabulary import WorkerKind
 
@@ -123,7 +123,7 @@ def _end_threads() -> None:
 def _in_processes(dataset: NamedItems[Item], *, numbers: Sequence[int], workers: int) -> Generator[Item]:
     start_fork_server()
     ForkingPickler.register(np.ndarray, _reduce)
-    notes: Any = multiprocessing.get_context("forkserver").RawArray("q", [-1] * (2 * workers))
+    notes: Any = multiprocessing.get_context("forkserver").RawArray("q", [-1] * (2 * TOGETHER * workers))
     loader = DataLoader(
         _WithErrors(dataset, notes),
         batch_size=None,
@@ -180,7 +180,7 @@ class _WithErrors(Dataset["Item | UserError | OwnCodeFailed"]):
     """Return such errors as a value: raised in a worker, it would arrive wrapped in the worker's traceback."""
 
     def __init__(self, dataset: NamedItems[Item], notes: Any) -> None:
-        self._dataset, self.notes = dataset, notes  # shared with the rank: shard and row of each worker's sample
+        self._dataset, self.notes = dataset, notes  # shared with the rank: shard and row of each worker's samples
 
     def __getitem__(self, number: int) -> Item | UserError | OwnCodeFailed:
         try:
@@ -194,16 +194,22 @@ def _death_report(dataset: NamedItems[Item], processes: list[Any], notes: Any) -
     for number, process in enumerate(processes):
         if process.is_alive():
             continue
-        shard, row = notes[2 * number], notes[2 * number + 1]
-        try:
-            where = f"reading sample {dataset.describe(shard, row=row)}" if shard >= 0 else "not reading yet"
-        except Exception as error:  # noqa: BLE001 - report the death even if the sample has no name
-            where = f"reading row {row} of shard {shard}, which cannot be opened ({error})"
+        own = notes[2 * TOGETHER * number : 2 * TOGETHER * (number + 1)]
+        samples = list(takewhile(lambda sample: sample[0] >= 0, zip(own[::2], own[1::2], strict=True)))
+        names = ", ".join(_described(dataset, shard, row) for shard, row in samples)
+        where = f"reading {names if len(samples) == 1 else f'one of {names}'}" if samples else "not reading yet"
         code = process.exitcode
         how = f"was killed by signal {-code}" if code is not None and code < 0 else f"ended with exit code {code}"
         dead.append(f"data worker {number} (pid {process.pid}) {how} while {where}")
     reason = "; ".join(dead) or "a data worker is gone"
     return f"{reason}: signal 9 is what the kernel sends when memory runs out, 11 points at the image itself"
+
+
+def _described(dataset: NamedItems[Item], shard: int, row: int) -> str:
+    try:
+        return f"sample {dataset.describe(shard, row=row)}"
+    except Exception as error:  # noqa: BLE001 - report the death even if the sample has no name
+        return f"row {row} of shard {shard}, which cannot be opened ({error})"
 
 
 def start_fork_server() -> None:

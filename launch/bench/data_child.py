@@ -50,6 +50,10 @@ def _batches(method: Method, work: Work) -> Iterator[Any]:
             from shardvit.launch.bench.data_ours import fast_transform
 
             transform = fast_transform()
+        case "opencv":
+            from shardvit.launch.bench.data_ours import opencv_transform
+
+            transform = opencv_transform()
     return getattr(data_peers, method.batches)(work, transform)
 
 

@@ -19,8 +19,23 @@ class Work:
         self.mosaic, self.litdata = root / "mosaic", root / "litdata"
 
 
-TransformName = Literal["stock", "fast", "own"]
-_TRANSFORMS: dict[TransformName, str] = {"stock": ", torchvision", "fast": ", our transform", "own": ""}
+# The transform alone, in the report's order.
+TRANSFORMS = {
+    "stock": "torchvision on Pillow, bicubic, float32",
+    "opencv": "OpenCV: whole decode, INTER_AREA, uint8",
+    "alone": "ours an image at a time, as lent to peers, uint8",
+    "ours": "ours as the loader calls it (flip and normalisation are the device's)",
+    "decode": "of that, decoding the boxes (the rest is the resize)",
+    "limit": "libjpeg-turbo alone on the boxes of ours",
+}
+
+TransformName = Literal["stock", "fast", "opencv", "own"]
+_TRANSFORMS: dict[TransformName, str] = {
+    "stock": ", torchvision",
+    "fast": ", our transform",
+    "opencv": ", OpenCV",
+    "own": "",
+}
 
 
 @dataclass(frozen=True)
@@ -29,7 +44,7 @@ class Method:
 
     loader: str  # name in the table
     needs: tuple[str, ...] = ()  # packages that are no dependency of this project
-    transform: TransformName = "stock"  # torchvision's, ours, or the loader's own
+    transform: TransformName = "stock"  # torchvision's, ours, a few lines of OpenCV, or the loader's own
     batches: str | None = None  # function of `data_peers`; None: ours
     prepare: str | None = None  # function of `data_peers` that writes the loader's own format
     shards: Literal["originals", "resized"] = "originals"
@@ -56,6 +71,7 @@ _PEERS: dict[str, Method] = {
 METHODS: dict[str, Method] = {
     **_PEERS,
     **{f"{name}-fast": replace(_PEERS[name], transform="fast") for name in (STOCK, "mosaic", "litdata", "grain")},
+    f"{STOCK}-opencv": replace(_PEERS[STOCK], needs=("cv2",), transform="opencv"),
     OURS: Method("ours, threads", transform="own"),
     OURS_PROCESSES: Method("ours, processes", transform="own", kind="process"),
     OURS_RESIZED: Method("ours, threads, shards of --resize-short 320 --quality 90", transform="own", shards="resized"),

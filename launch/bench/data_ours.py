@@ -7,8 +7,10 @@ decode the whole image with Pillow, cut out the same box, resize in float32 with
 import io
 import math
 import statistics
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,15 +18,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardvit.data_shards.images.crops import DRAWS_PER_SAMPLE, Box, Pixels, torchvision_crop
-from shardvit.data_shards.images.decode import read_image
+from shardvit.data_shards.images.decode import decode_together, read_image
 from shardvit.data_shards.images.transforms import TrainTransform
 from shardvit.data_shards.loading.assemble import Access
 from shardvit.data_shards.loading.batch import Batch
 from shardvit.data_shards.loading.loader import Layout, TrainBatches, TrainLoader
+from shardvit.data_shards.loading.memory import TOGETHER
 from shardvit.data_shards.order.mixture import make_order
 from shardvit.data_shards.order.randomness import uniforms
 from shardvit.data_shards.reading.opening import open_shards
-from shardvit.launch.bench.data_methods import BATCH_IMAGES, CROP_AREA, PIXELS, WORKERS
+from shardvit.launch.bench.data_limit import NoLimit, compile_limit
+from shardvit.launch.bench.data_methods import BATCH_IMAGES, CROP_AREA, PIXELS, TRANSFORMS, WORKERS
 from shardvit.launch.bench.measure import in_turns
 
 OURS = TrainTransform(PIXELS, crop_area=CROP_AREA)
@@ -74,28 +78,95 @@ class _Item:
     draws: NDArray[np.float64]
 
 
-def measure_transform(contents: Sequence[bytes], *, rounds: int) -> tuple[dict[str, list[float]], dict[str, float]]:
-    """CPU milliseconds per image of each method, by rounds; and our PSNR in dB over these JPEGs."""
+def opencv_transform() -> Callable[[bytes], Any]:
+    """A few lines of OpenCV with our boxes: JPEG bytes -> torch uint8 [224, 224, 3]."""
+    import torch
+
+    rng, resize = np.random.default_rng(), opencv_resize()
+
+    def transform(content: bytes) -> torch.Tensor:
+        image = read_image(content)
+        return torch.from_numpy(
+            resize(content, OURS.box(image.height, image.width, draws=rng.random(DRAWS_PER_SAMPLE)))
+        )
+
+    return transform
+
+
+def opencv_resize() -> Callable[[bytes, Box], Pixels]:
+    """Whole decode and INTER_AREA, which averages areas where it shrinks and is bilinear where it enlarges."""
+    cv2: Any = import_module("cv2")
+    cv2.setNumThreads(1)
+
+    def resize(content: bytes, box: Box) -> Pixels:
+        whole = cv2.imdecode(np.frombuffer(content, np.uint8), cv2.IMREAD_COLOR_RGB)
+        crop = whole[box.top : box.bottom, box.left : box.right]
+        return cv2.resize(crop, (PIXELS, PIXELS), interpolation=cv2.INTER_AREA)
+
+    return resize
+
+
+def measure_transform(
+    contents: Sequence[bytes], *, rounds: int
+) -> tuple[dict[str, list[float]], dict[str, float], dict[str, str]]:
+    """CPU milliseconds per image of each method, by rounds; our PSNR in dB over these JPEGs; methods left out, why."""
     import torch
 
     from shardvit.launch.bench.data_peers import stock_transform
 
     torch.set_num_threads(1)
-    stock = stock_transform()
+    stock, skipped = stock_transform(), {}
     draws = uniforms(_CROP_SEED, np.arange(len(contents)), draws=DRAWS_PER_SAMPLE)
     items = [_item(content, own) for content, own in zip(contents, draws, strict=True)]
-    methods: dict[str, Callable[[_Item], object]] = {
-        "stock": lambda item: stock(item.content),
-        "ours": lambda item: OURS(read_image(item.content), draws=item.draws),
-        "decode": lambda item: read_image(item.content).pixels(item.box),
-    }
-    in_turns(methods, items[:20], rounds=1)  # load libraries before timing
-    seconds = in_turns(methods, items, rounds=rounds)
-    psnr = sorted(_psnr(OURS(read_image(item.content), draws=item.draws)[0], item) for item in items)
+    methods: dict[str, Callable[[_Item], object]] = {"stock": lambda item: stock(item.content)}
+    try:
+        opencv = opencv_resize()
+        methods["opencv"] = lambda item: opencv(item.content, item.box)
+    except ImportError as error:
+        skipped["opencv"] = str(error)
+    methods["alone"] = lambda item: OURS(read_image(item.content), draws=item.draws)
+    with tempfile.TemporaryDirectory(prefix="shardvit-bench-") as folder:
+        try:
+            limit = compile_limit(Path(folder))
+            methods["limit"] = lambda item: limit(item.content, item.box)
+        except NoLimit as error:
+            skipped["limit"] = str(error)
+    of_groups: dict[str, Callable[[Sequence[_Item]], object]] = {"ours": _together, "decode": _decode_together}
+    for name, method in methods.items():
+        of_groups[name] = lambda group, method=method: [method(item) for item in group]
+    groups = [items[first : first + TOGETHER] for first in range(0, len(items), TOGETHER)]
+    in_turns(of_groups, groups[:2], rounds=1)  # load libraries before timing
+    seconds = {name: [0.0] * rounds for name in of_groups}
+    for number in range(rounds):
+        for group in groups:  # short turns: a loaded machine's speed changes within a second
+            for name, (spent,) in in_turns(of_groups, [group], rounds=1).items():
+                seconds[name][number] += 1000 * spent / len(items)
+    psnr = sorted(_psnr(pixels, item) for group in groups for pixels, item in zip(_together(group), group, strict=True))
     return (
-        {name: [1000 * value for value in values] for name, values in seconds.items()},
+        {name: seconds[name] for name in TRANSFORMS if name in seconds},
         {"median": statistics.median(psnr), "95 % exceed": psnr[len(psnr) // 20], "worst": psnr[0]},
+        skipped,
     )
+
+
+def _together(group: Sequence[_Item]) -> NDArray[np.uint8]:
+    """Our transform as the loader calls it."""
+    into = np.empty((len(group), PIXELS, PIXELS, 3), np.uint8)
+    for item, pixels, own in zip(group, _decode_together(group), into, strict=True):
+        OURS.finish(pixels, draws=item.draws, into=own)
+    return into
+
+
+def _decode_together(group: Sequence[_Item]) -> list[Pixels]:
+    images = [read_image(item.content) for item in group]
+    parts = [
+        (image, OURS.box(image.height, image.width, draws=item.draws))
+        for image, item in zip(images, group, strict=True)
+    ]
+    return [
+        image.pixels(box) if pixels is None else pixels
+        for (image, box), pixels in zip(parts, decode_together(parts), strict=True)
+    ]
 
 
 def _item(content: bytes, draws: NDArray[np.float64]) -> _Item:

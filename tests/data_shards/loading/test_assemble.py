@@ -13,16 +13,28 @@ from PIL import Image
 from shardvit.data_shards.errors import SampleError
 from shardvit.data_shards.images.decode import PixelLimit
 from shardvit.data_shards.images.transforms import EvalTransform
+from shardvit.data_shards.loading import assemble
 from shardvit.data_shards.loading.assemble import PADDING, Access
 from shardvit.data_shards.loading.batch import Batch, Fault
 from shardvit.data_shards.loading.loader import EvalBatches, eval_batches
+from shardvit.data_shards.packing.pack import pack
 from shardvit.data_shards.reading.opening import open_shards
 from shardvit.data_shards.shards.shard_set import ShardSet, ShardsSpec
 from shardvit.data_shards.shards.tar_index import open_index, read_index
 from shardvit.data_shards.vocabulary import WorkerKind
 from shardvit.pipeline.stage.task import targets
 from tests.data_shards.external_tars import png, read_all, write_tar
-from tests.data_shards.streams import GLOBAL_BATCH, SIZE, STEPS, global_batches, make_order, micro_batches, pack_noise
+from tests.data_shards.images.pictures import photograph
+from tests.data_shards.streams import (
+    GLOBAL_BATCH,
+    SIZE,
+    STEPS,
+    global_batches,
+    make_order,
+    micro_batches,
+    pack_noise,
+    seen,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
@@ -111,6 +123,49 @@ def test_a_set_without_a_readable_sample_ends_instead_of_searching_for_ever(tmp_
             spoil(shards, shard=shard, row=row)
     with pytest.raises(SampleError, match="so are the 16 substitutes"):
         next(micro_batches(shards, on_corrupt="substitute"))
+
+
+def pack_photographs(folder: Path, *, count: int) -> ShardSet:
+    """JPEGs large enough for nvImageCodec, and every fifth a PNG."""
+    (folder / "in" / "a").mkdir(parents=True)
+    for number in range(count):
+        image = photograph("china" if number % 2 else "flower", height=120 + number, width=150 + 3 * number)
+        image.save(folder / "in" / "a" / f"{number:02d}.{'jpg' if number % 5 else 'png'}")
+    pack(str(folder / "in"), folder / "out", samples_per_shard=7, report=lambda line: None)
+    return open_shards(str(folder / "out" / "train"))
+
+
+def test_how_many_are_decoded_together_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Neither a pixel, nor what is substituted, nor which fault is told first."""
+    shards = pack_photographs(tmp_path, count=23)
+    lost = [spoil(shards, shard=shard, row=row) for shard, row in ((0, 1), (1, 4), (1, 5), (3, 0))]
+
+    def stream() -> list[Any]:
+        batches = list(micro_batches(shards, on_corrupt="substitute", stop_step=9))
+        assert {fault.key for batch in batches for fault in batch.faults} == set(lost)
+        return [(seen(batch), batch.substituted.tolist(), batch.faults) for batch in batches]
+
+    def first_fault() -> str:
+        with pytest.raises(SampleError) as caught:
+            list(micro_batches(shards, stop_step=9))
+        return str(caught.value)
+
+    together = []
+    decode_together = assemble.decode_together
+    monkeypatch.setattr(
+        assemble, "decode_together", lambda parts: together.append(len(parts)) or decode_together(parts)
+    )
+    expected = stream(), first_fault()
+    assert max(together) > 6
+    monkeypatch.setattr(assemble, "TOGETHER", 1)
+    together.clear()
+    assert (stream(), first_fault()) == expected
+    assert max(together) == 1
+    monkeypatch.setattr(assemble, "TOGETHER", 16)
+    monkeypatch.setattr(assemble, "_MOST_PIXELS_TOGETHER", 40_000)
+    together.clear()
+    assert (stream(), first_fault()) == expected
+    assert 2 <= max(together) < GLOBAL_BATCH
 
 
 # ---- several labels

@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from shardvit.data_shards.errors import WorkerDied
+from shardvit.data_shards.loading import assemble
 from shardvit.data_shards.loading.loader import TrainLoader
 from shardvit.data_shards.shards.shard_set import ShardSet, ShardTable
 from tests.data_shards.opened import wait_until
@@ -56,6 +57,25 @@ def test_a_dead_worker_is_named_with_the_sample_it_was_at(shards: ShardSet):
     last = deadly.describe(int(refs.shard[-1]), row=int(refs.row[-1]))
     assert f"killed by signal 11 while reading sample {last}" in str(caught.value)
     assert str(caught.value).count("data worker") == 1
+
+
+class _DeadlyInTheDecoder(_Deadly):
+    """Killed while the images of batch `fatal` are decoded in one call."""
+
+    def __getitem__(self, number: int) -> object:
+        if number == self._fatal:
+            assemble.decode_together = lambda parts: os.kill(os.getpid(), self._signal)  # in this worker alone
+        return super().__getitem__(number)
+
+
+def test_a_worker_that_dies_over_several_samples_is_named_with_them_all(shards: ShardSet):
+    deadly = _DeadlyInTheDecoder(shards, fatal=3, number=signal.SIGSEGV)
+    with pytest.raises(WorkerDied) as caught:
+        list(TrainLoader(deadly, stop_step=50, workers=2))  # pyright: ignore[reportArgumentType]
+    refs = deadly.order.rank_batch(3, rank=0, world_size=1)
+    names = [deadly.describe(shard, row=row) for shard, row in zip(refs.shard.tolist(), refs.row.tolist(), strict=True)]
+    assert len(names) > 1
+    assert "killed by signal 11 while reading one of sample " + ", sample ".join(names) + ":" in str(caught.value)
 
 
 class _DeadlyBehindABusyServer(_Deadly):

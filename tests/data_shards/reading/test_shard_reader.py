@@ -79,6 +79,37 @@ def test_the_label_may_come_before_the_image_or_after(tmp_path: Path):
     assert [reader.read(0, row=row) for row in range(4)] == by_webdataset(manifest)
 
 
+@pytest.mark.parametrize("size", [1, 512, 14_000, 17_000, 200_000])
+@pytest.mark.parametrize("label_first", [False, True])
+def test_small_neighbours_take_one_call_and_headers_are_checked_at_any_size(
+    tmp_path: Path, size: int, label_first: bool, monkeypatch: pytest.MonkeyPatch
+):
+    parts = [(f"{key}.{part}", data) for key in "ab" for part, data in (("png", b"x" * size), ("cls", b"2"))]
+    if label_first:
+        parts = [parts[at] for at in (1, 0, 3, 2)]
+    manifest = write_shard(tmp_path, parts, num_samples=2)
+    reader = ShardReader(opened(manifest))
+    assert reader.read(0, row=0) == RawSample("a", b"x" * size, (2,))
+    calls: list[int] = []
+    pread = os.pread
+    monkeypatch.setattr(os, "pread", lambda *of: calls.append(of[1]) or pread(*of))
+    assert reader.read(0, row=1) == RawSample("b", b"x" * size, (2,))
+    assert len(calls) == (1 if size <= 14_000 else 3)
+    index = open_index(manifest.shard_paths[0])
+    for header in (int(index.image_offset[0]) - 512, int(index.label_offset[0]) - 512):
+        with open(manifest.shard_paths[0], "r+b") as stream:
+            stream.seek(header)
+            kept = stream.read(512)
+            stream.seek(header)
+            stream.write(b"q" + kept[1:])  # another name
+        with pytest.raises(CorruptSample, match=r"'a' of .*its tar headers cannot be read"):
+            reader.read(0, row=0)
+        with open(manifest.shard_paths[0], "r+b") as stream:
+            stream.seek(header)
+            stream.write(kept)
+    assert reader.read(0, row=0) == RawSample("a", b"x" * size, (2,))
+
+
 @needs_proc
 def test_descriptors_are_bounded_and_the_least_recently_used_shard_is_closed(manifest: Manifest):
     reader = ShardReader(opened(manifest), max_open_shards=3)

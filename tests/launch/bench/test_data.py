@@ -208,10 +208,10 @@ def results(*, ours_ms: float) -> Results:
 
     return Results(
         setting={"versions": {}},
-        transform_ms={"stock": [3.0, 6.0], "ours": [1.0, 2.0], "decode": [0.8, 1.6]},
+        transform_ms={"stock": [3.2, 6.4], "ours": [1.0, 2.0], "decode": [0.9, 1.8], "limit": [0.8, 1.6]},
         psnr={"median": 57.0, "worst": 54.0},
         loaders={
-            "webdataset": rounds(6.0, pss=900, processes=3),
+            "webdataset": rounds(7.0, pss=900, processes=3),
             "grain-fast": rounds(2.0, pss=600, processes=1),
             "ours": rounds(ours_ms, pss=500, processes=2),
             "ours-processes": rounds(9.0, pss=900, processes=5),
@@ -226,6 +226,7 @@ def test_targets_are_met_or_missed_as_measured():
     met = {target.text.split(":")[0].split(" (")[0]: target.met for target in find_targets(results(ours_ms=1.5))}
     assert met == {
         "training transform to stock torchvision": True,
+        "training transform to the limit": True,
         "pixels of the worst image, PSNR": False,
         "loader, CPU per image to stock": True,
         "loader on resized shards to stock on the originals": True,
@@ -253,4 +254,4 @@ def test_the_report_shows_every_method_and_target():
     report = "\n".join(report_lines(found))
     for name in found.loaders:
         assert f"{name}: {METHODS[name].label}" in report
-    assert report.count("MISSED") == 3 and report.count("  met") == 7
+    assert report.count("MISSED") == 3 and report.count("  met") == 8
