@@ -6,6 +6,7 @@ children. It has the command's mark, so that `kill_all` ends it with its ranks: 
 """
 
 import ctypes
+import importlib
 import json
 import os
 import socket
@@ -21,6 +22,7 @@ from shardvit.launch.local.forked import Child, fork
 from shardvit.launch.local.output import go_on
 
 _PACKET_BYTES = 65_536  # at most
+RANK_MODULE = "shardvit.launch.train"  # by name, as for `python -m`: it imports this room
 _ADOPT = 36  # PR_SET_CHILD_SUBREAPER: this process becomes the parent of its orphaned grandchildren
 
 
@@ -91,14 +93,13 @@ def _leave_to_command(channel: socket.socket, arguments: list[str], environ: dic
     between = os.getpid()
 
     def be_rank() -> int:
-        from shardvit.launch.train import leave, main
-
+        train = importlib.import_module(RANK_MODULE)
         channel.close()
         os.setsid()
         os.environ.update(environ)
         while os.getppid() == between:  # the rank stops when its parent changes
             time.sleep(0.001)
-        leave(main(arguments))
+        return train.leave(train.main(arguments))  # which does not return
 
     channel.send(str(fork(be_rank).pid).encode())
     return 0

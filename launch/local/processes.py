@@ -23,10 +23,10 @@ import psutil
 from shardvit.data_shards.working_folder import SAFE_PATH
 from shardvit.launch.local.env import RENDEZVOUS, SUPERVISOR_PID, without_place
 from shardvit.launch.local.forked import Child
-from shardvit.launch.local.nursery import Nursery
+from shardvit.launch.local.nursery import RANK_MODULE, Nursery
 from shardvit.pipeline.recipe.vocabulary import EXIT_STOPPED, EXIT_USER_ERROR
 
-RANK_COMMAND = ["-u", "-m", "shardvit.launch.train"]
+RANK_COMMAND = ["-u", "-m", RANK_MODULE]
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 # Granted to the other ranks after the first exits: rank 0 may still be sending to MLflow; after a failure they notice
 # within seconds, unless they hang in a collective.

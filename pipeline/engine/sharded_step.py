@@ -60,8 +60,7 @@ class ShardedStep:
         self._sends = False  # this backward pass
         self._next = -1  # bucket to send
         self._missing: list[int] = []  # gradients that a bucket waits for
-        self._reducing = deque[distributed.Work]()
-        self._gathering = deque[distributed.Work]()
+        self._reducing, self._gathering = deque[Any](), deque[Any]()  # torch's `Work`, oldest first
         zero.reduce_gradients, zero.step, zero.zero_grad = _nothing, self._step, _nothing
         zero._update_model_bit16_weights = _nothing  # the parameters' views of its flat weights stay
         self._needed_first = -1
@@ -141,9 +140,8 @@ class ShardedStep:
         if self._ranks == 1:
             self._gradient = flat
             return
-        if self._gradient is None:
-            self._gradient = flat.new_empty(self._ends[-1])
-        mine = self._gradient[self._ends[number] : self._ends[number + 1]]
+        gradient = flat.new_empty(self._ends[-1]) if self._gradient is None else self._gradient
+        mine, self._gradient = gradient[self._ends[number] : self._ends[number + 1]], gradient
         while len(self._reducing) >= _MOST_IN_FLIGHT - 1:
             self._reducing.popleft().wait()
         self._reducing.append(distributed.reduce_scatter_tensor(mine, flat, async_op=True))
