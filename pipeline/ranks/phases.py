@@ -2,8 +2,9 @@
 
 A rank's own part of a step is reading a batch and the forward pass; whole steps tell nothing, as all wait for the
 slowest. On a GPU two events time the forward pass, read only when the ranks compare (four numbers each). Under ZeRO 3
-it waits for the others' weights, so only reading counts. Excluded: the first step, the step after an evaluation or
-save, and steps during a background save. A rank whose pictures are being drawn is excused.
+it waits for the others' weights, so only reading counts; under ZeRO 1 and 2 it has the rest of gathering weights, the
+same for all, as all began to gather when the step's norm was known. Excluded: the first step, the step after an
+evaluation or save, and steps during a background save. A rank whose pictures are being drawn is excused.
 """
 
 import platform
