@@ -61,6 +61,7 @@ def job(*, patch_dropout: float, first_step: int) -> tuple[Any, list[tuple[str, 
         backward=lambda loss: loss.backward(),
         step=stepping(applied=True),
         measured=dict,
+        settle=lambda: None,
         pass_over=lambda flags: step_numbers(grad_norm=math.nan, applied=False, flags=torch.tensor(flags).float()),
     )
     ranks: Any = SimpleNamespace(

@@ -136,7 +136,7 @@ class PipelineRun:
     def _starter(self, nursery: Nursery | None) -> Callable[[Launch], int]:
         """Return the function that starts stages, here or on the hosts; checks the hosts first."""
         if self.fleet is None:
-            return partial(run_stage_locally, nursery=nursery)
+            return partial(run_stage_locally, nursery=nursery) if nursery else run_stage_locally
         from shardvit.launch.hosts.stage import prepare
 
         return prepare(

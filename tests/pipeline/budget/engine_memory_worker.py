@@ -1,14 +1,13 @@
 """One of two processes that trains tiny steps on real engines and records the bytes that are alive and sent.
 
 Started by test_engine_memory.py as `python engine_memory_worker.py OUT RANK WORLD`; OUT/cases.json names the cases, and
-rank 0 writes OUT/results.json. As on a GPU, AdamW is the fused one, which needs no copies of its own. Buckets, and what
-ZeRO 3 leaves whole, are as small against this model as they are against a real one.
+rank 0 writes OUT/results.json. Buckets, and what ZeRO 3 leaves whole, are as small against this model as they are
+against a real one.
 """
 
 import gc
 import json
 import sys
-import types
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +24,6 @@ from shardvit.pipeline.engine import deepspeed_engine as engine_deepspeed
 from shardvit.pipeline.engine import zero_config
 from shardvit.pipeline.engine.open import open_engine
 from shardvit.pipeline.engine.saved_state.host_copy import copy_bytes
-from shardvit.pipeline.optimizers import optim
 from shardvit.pipeline.ranks.group import Ranks
 from shardvit.pipeline.ranks.place import Place
 from shardvit.pipeline.recipe.schema import Recipe
@@ -160,9 +158,6 @@ def main() -> None:
         return config
 
     engine_deepspeed.deepspeed_config = with_sharded_matrices
-    adamw = torch.optim.AdamW
-    fused = types.SimpleNamespace(AdamW=lambda groups, **more: adamw(groups, **{**more, "fused": True}))
-    optim.torch = types.SimpleNamespace(optim=fused, cuda=torch.cuda)  # pyright: ignore[reportAttributeAccessIssue]
     ranks = Ranks(
         Place(rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size, rendezvous=out),
         timeout_seconds=120,
