@@ -16,7 +16,13 @@ from tests.test_repository import FILES, PROJECT, ROOT
 from tests.traps import lay_traps
 
 ROOMS = ("data_shards", "launch", "model", "pipeline")
-LEFT_OUT = ("launch/bench/README.md", "launch/bench/records/", "launch/containers/", "launch/kubernetes/", "launch/skypilot/")  # read by people
+LEFT_OUT = (
+    "launch/bench/README.md",
+    "launch/bench/records/",
+    "launch/containers/",
+    "launch/kubernetes/",
+    "launch/skypilot/",
+)  # read by people
 ADDED = ("py.typed", COMMIT_FILE)
 
 
