@@ -1,8 +1,8 @@
 """Model the bytes and time of collectives, and the number of GPUs from which they cost too much. Not measured.
 
 A ring takes (bytes sent per GPU) / (link bandwidth) plus a latency per hop; NCCL reaches 85 % of a link. Gradients are
-averaged during the backward pass (two thirds of the compute time), weights gathered during the next forward pass; what
-exceeds them, the last bucket and the first are exposed.
+averaged during the backward pass (two thirds of the compute time), a ViT's weights gathered during the next forward
+pass; what exceeds them, the last bucket and the first are exposed.
 
 Bytes sent per GPU and step, for n GPUs and N weights of w bytes; times (n - 1) / n:
 
@@ -90,6 +90,7 @@ class Workload:
     gathers_again: bool = False  # ZeRO 3 gathers weights again for the backward pass
     way: Way = "overlapped"
     reduction: Reduction = "scatter"
+    hides_gathers: bool = True  # behind the forward pass, which waits for weights block by block
     least_piece_elements: int = 0  # of a message, for each GPU
 
 
@@ -128,9 +129,10 @@ def traffic(work: Workload, *, gpus: int, links: Links, compute_seconds: float, 
         behind_backward = behind_forward = 0.0
         if work.way == "overlapped":
             behind_backward = _BACKWARD_SHARE * compute_seconds * (times / accumulation_steps)
-            behind_forward = (1 - _BACKWARD_SHARE) * compute_seconds / accumulation_steps if scatters else 0.0
+            behind_forward = (1 - _BACKWARD_SHARE) * compute_seconds / accumulation_steps
         seconds, bare = reduce + gather, max(reduce - behind_backward, reduce / (buckets * times))
-        bare += max(gather - behind_forward, gather / buckets) if scatters else gather
+        hides = scatters and work.hides_gathers
+        bare += max(gather - behind_forward, gather / buckets) if hides else gather
     return Traffic(reduce_bytes, gather_bytes, seconds, bare, compute_seconds / (compute_seconds + bare))
 
 

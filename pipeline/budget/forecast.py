@@ -303,6 +303,7 @@ class _Part:
             way=way,
             reduction="scatter" if takes_flat_step(engine) else "all-reduce",
             least_piece_elements=least_piece_elements(engine),
+            hides_gathers=self.recipe.model.kind == "vit",
         )
 
 

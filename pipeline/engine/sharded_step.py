@@ -5,8 +5,8 @@ backward pass has all gradients of a bucket, they are concatenated and reduce-sc
 gradient; the step copies the new weights of its pieces into the buckets and starts all-gathers, and the next forward
 pass waits for each bucket where it first needs it. A GPU does this on NCCL's own stream: waiting orders streams, and
 the host never waits. Sends 2 elements a parameter and step; under ZeRO 2, which keeps its sum of micro-batches in
-float32 pieces, one more for each further micro-batch. At most two buckets are in flight, so gradients take three
-buckets and a piece. All processes send in one fixed order, whatever the order of their gradients.
+float32 pieces, one more for each further micro-batch. A bucket waits until the one before has arrived, so gradients
+take three buckets and a piece. All processes send in one fixed order, whatever the order of their gradients.
 
 Replaces `reduce_gradients`, `step` and `zero_grad` of DeepSpeed 0.19's ZeRO optimizer, which stays in charge of the
 pieces and of saving. In a single process there is one bucket and nothing is sent.
@@ -24,8 +24,6 @@ from torch._utils import _flatten_dense_tensors
 
 from shardvit.data_shards.errors import UserError
 from shardvit.pipeline.optimizers.flat import FlatOptimizer
-
-_MOST_IN_FLIGHT = 2
 
 
 class ShardedStep:
@@ -49,18 +47,18 @@ class ShardedStep:
         self._weights: list[Tensor] = zero.bit16_groups_flat
         rank = distributed.get_rank()
         self._pieces: list[Tensor] = [pieces[rank] for pieces in zero.parallel_partitioned_bit16_groups]
-        padding = [
-            flat.numel() - sum(map(torch.numel, bucket))
+        self._padding = [
+            flat.new_zeros(flat.numel() - sum(map(torch.numel, bucket)))
             for flat, bucket in zip(self._weights, self._buckets, strict=True)
         ]
-        self._padding = [flat.new_zeros(count) for flat, count in zip(self._weights, padding, strict=True)]
         self._ends = [0, *accumulate(master.numel() for master in self._masters)]
         self._gradient: Tensor | None = None  # this process's flat piece, as sent
         self._sum: Tensor | None = None  # over micro-batches, float32
         self._sends = False  # this backward pass
         self._next = -1  # bucket to send
         self._missing: list[int] = []  # gradients that a bucket waits for
-        self._reducing, self._gathering = deque[Any](), deque[Any]()  # torch's `Work`, oldest first
+        self._reducing: distributed.Work | None = None
+        self._gathering = deque[Any]()  # torch's `Work` by bucket, from the next to wait for
         zero.reduce_gradients, zero.step, zero.zero_grad = _nothing, self._step, _nothing
         zero._update_model_bit16_weights = _nothing  # the parameters' views of its flat weights stay
         self._needed_first = -1
@@ -85,8 +83,7 @@ class ShardedStep:
             )
         while self._next >= 0:
             self._send()
-        while self._reducing:
-            self._reducing.popleft().wait()
+        self._wait_for_sent()
         self._sends = False
         if self._accumulates:
             assert self._gradient is not None
@@ -142,9 +139,13 @@ class ShardedStep:
             return
         gradient = flat.new_empty(self._ends[-1]) if self._gradient is None else self._gradient
         mine, self._gradient = gradient[self._ends[number] : self._ends[number + 1]], gradient
-        while len(self._reducing) >= _MOST_IN_FLIGHT - 1:
-            self._reducing.popleft().wait()
-        self._reducing.append(distributed.reduce_scatter_tensor(mine, flat, async_op=True))
+        self._wait_for_sent()
+        self._reducing = distributed.reduce_scatter_tensor(mine, flat, async_op=True)
+
+    def _wait_for_sent(self) -> None:
+        if self._reducing is not None:
+            self._reducing.wait()
+            self._reducing = None
 
     @torch.no_grad()
     def _step(self) -> None:

@@ -240,7 +240,6 @@ def what_is_asked(
         "auto" if request.metrics is None else request.metrics,
         label_kind=truth.label_kind,
         num_classes=len(truth.classes),
-        num_images=shards.num_samples,
         flag="--metrics",
     )
     return truth, metrics

@@ -41,8 +41,8 @@ class _Segment(NamedTuple):
     stop: int
     rule: _Rule
 
-    def of(self, flats: Sequence[Tensor] | Mapping[int, Tensor]) -> Tensor:
-        return flats[self.bucket][self.start : self.stop]
+    def of(self, flat: Tensor) -> Tensor:
+        return flat[self.start : self.stop]
 
 
 class FlatOptimizer(torch.optim.Optimizer):
@@ -91,7 +91,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         for group in inner.param_groups:
             group["lr"] = self.param_groups[0]["lr"] * group["lr_scale"]
             for each, segment in zip(group["params"], group["segments"], strict=True):
-                each.grad = segment.of(gradients)
+                each.grad = segment.of(gradients[segment.bucket])
         inner.found_inf, inner.grad_scale = verdict
         inner.step()
         inner.zero_grad()  # releases the flat gradient
@@ -104,11 +104,15 @@ class FlatOptimizer(torch.optim.Optimizer):
             return self._inner
         for master, state in zip(masters, states, strict=True):
             self._complete(state, master)
-        weights, by_rule = [master.detach() for master in masters], dict[_Rule, list[_Segment]]()
+        by_rule = dict[_Rule, list[_Segment]]()
         for segment in self._segments:
             by_rule.setdefault(segment.rule, []).append(segment)
         groups = [
-            {"params": [each.of(weights) for each in segments], "segments": segments, **rule._asdict()}
+            {
+                "params": [each.of(masters[each.bucket].detach()) for each in segments],
+                "segments": segments,
+                **rule._asdict(),
+            }
             for rule, segments in by_rule.items()
         ]
         rates = "few" if self._config.layer_decay == 1.0 else "many"
@@ -117,7 +121,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         for group in groups:
             for segment, piece in zip(group["segments"], group["params"], strict=True):
                 state = states[segment.bucket]
-                own = {name: segment.of({segment.bucket: each}) for name, each in state.items() if name != "step"}
+                own = {name: segment.of(each) for name, each in state.items() if name != "step"}
                 if "step" in state:  # each segment counts; a bucket's first one's count is saved
                     own["step"] = state["step"] if counting[segment.bucket] is segment else state["step"].clone()
                 inner.state[piece] = own

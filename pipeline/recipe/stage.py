@@ -140,7 +140,7 @@ class TrainStage(Strict):
     """Interval of evaluations; 0: only at the end."""
     metrics: tuple[EvalMetric | OwnCode, ...] | Literal["auto"] = "auto"
     """Metrics besides loss and top-1. auto: top5 and calibration_error, or precision_at_1 for images with several
-    labels. mean_average_precision keeps images x classes x 4 bytes of scores over all processes. FILE:NAME of your
+    labels. mean_average_precision keeps images x classes x 4 bytes over all processes, most on disk. FILE:NAME of your
     own: a function (outputs, targets) -> a value per image, or a class; alone, they come on top of auto's. See
     docs/own-code.md."""
     save_every: DurationText = "10%"

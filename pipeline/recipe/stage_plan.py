@@ -202,7 +202,6 @@ def _due(step: int, *, every: int) -> bool:
 
 
 _TOP = 5
-_MOST_SCORE_BYTES = 5 * 10**9  # over all processes: 50,000 images of 21,843 classes just fit
 
 
 def chosen_metrics(
@@ -210,11 +209,9 @@ def chosen_metrics(
     *,
     label_kind: LabelKind,
     num_classes: int,
-    num_images: int,
     flag: str,
 ) -> tuple[EvalMetric, ...]:
-    """Choose a set's metrics; `flag` names the key in messages. UserError if one does not fit the labels, or mean
-    average precision would keep too many scores."""
+    """Choose a set's metrics; `flag` names the key in messages. UserError if one does not fit the labels."""
     if asked == "auto":
         if label_kind == "multi":
             return ("precision_at_1",)
@@ -224,11 +221,4 @@ def chosen_metrics(
         if each in refused:
             these = "images have several labels each" if label_kind == "multi" else "each image has one label"
             raise UserError(f"{flag} names {each}, which has no effect where {these}: leave it out")
-    needed = 4 * num_images * num_classes
-    if "mean_average_precision" in asked and needed > _MOST_SCORE_BYTES:
-        raise UserError(
-            f"{flag}: mean_average_precision sorts the scores of all images: {num_images:,} x {num_classes:,} x 4 "
-            f"bytes = {needed / 1e9:.1f} GB, more than {_MOST_SCORE_BYTES / 1e9:g} GB: leave it out, or "
-            "evaluate fewer images"
-        )
     return tuple(asked)

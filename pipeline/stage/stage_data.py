@@ -239,7 +239,6 @@ def asked_metrics(config: TrainStage, *, shards: ShardSet, stage: StageName) -> 
         config.built_in_metrics,
         label_kind="multi" if shards.is_multi_label else "single",
         num_classes=shards.num_classes,
-        num_images=shards.num_samples,
         flag=f"stages.{stage}.metrics",
     )
 
