@@ -298,13 +298,19 @@ def weight_decays(engine) -> list[float]:
     return list(dict.fromkeys(rule.weight_decay for rule in rules.values()))  # of the flat optimizers
 
 
-def main() -> None:
+def joined() -> tuple[Path, Ranks]:
+    """The folder and the process group of a worker's command line."""
     out, rank, world_size = Path(sys.argv[1]), *(int(word) for word in sys.argv[2:4])
     torch.set_num_threads(1)
     ranks = Ranks(
         Place(rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size, rendezvous=out),
         timeout_seconds=400,
     )
+    return out, ranks
+
+
+def main() -> None:
+    out, ranks = joined()
     results = {}
     for case in (*CASES, *KIND_CASES):
         folder = out / "-".join(map(str, case))
@@ -315,7 +321,7 @@ def main() -> None:
     everyone = ranks.gather_objects(results["heard"])
     assert all(heard == results["heard"] for heard in everyone)
     assert "deepspeed" in sys.modules and "mlflow" not in sys.modules  # it costs every rank 1.9 CPU seconds
-    if rank == 0:
+    if ranks.place.is_main:
         with tempfile.NamedTemporaryFile(dir=out, delete=False) as file:
             torch.save(results, file)
         Path(file.name).rename(out / "results.pt")

@@ -7,7 +7,6 @@ writes OUT/results.pt: what `run_case` returns for each case.
 import copy
 import importlib.util
 import itertools
-import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -18,7 +17,6 @@ from shardvit.model.vit import checkpoint_blocks
 from shardvit.pipeline.engine.open import open_engine
 from shardvit.pipeline.kernels.compiled_blocks import compile_blocks
 from shardvit.pipeline.ranks.group import Ranks
-from shardvit.pipeline.ranks.place import Place
 from shardvit.pipeline.recipe.schema import Recipe
 
 _spec = importlib.util.spec_from_file_location("engine_worker", Path(__file__).with_name("engine_worker.py"))
@@ -147,19 +145,14 @@ def run_case(case: Case, ranks: Ranks, folder: Path) -> dict:
 
 
 def main() -> None:
-    out, rank, world_size = Path(sys.argv[1]), *(int(word) for word in sys.argv[2:4])
-    torch.set_num_threads(1)
-    ranks = Ranks(
-        Place(rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size, rendezvous=out),
-        timeout_seconds=400,
-    )
+    out, ranks = common.joined()
     results = {}
     for number, case in enumerate(CASES[(out / "which").read_text(encoding="utf-8")]):
         folder = out / str(number)
         folder.mkdir(exist_ok=True)
         ranks.barrier()
         results[str(case)] = run_case(case, ranks, folder)
-    if rank == 0:
+    if ranks.place.is_main:
         torch.save(results, out / "results.pt")
     ranks.leave()
 

@@ -6,7 +6,6 @@ Started by test_overlap.py as `python overlap_worker.py OUT RANK WORLD`; rank 0 
 
 import copy
 import importlib.util
-import sys
 from pathlib import Path
 from typing import Any, ClassVar
 from unittest import mock
@@ -20,7 +19,6 @@ from shardvit.model.init import initialise
 from shardvit.model.masked_patch import build_masked_patch
 from shardvit.pipeline.engine.open import open_engine
 from shardvit.pipeline.ranks.group import Ranks
-from shardvit.pipeline.ranks.place import Place
 
 _spec = importlib.util.spec_from_file_location("engine_worker", Path(__file__).with_name("engine_worker.py"))
 common = importlib.util.module_from_spec(_spec)
@@ -128,12 +126,7 @@ def twice(ranks: Ranks, overlap: str) -> str:
 
 
 def main() -> None:
-    out, rank, world_size = Path(sys.argv[1]), *(int(word) for word in sys.argv[2:4])
-    torch.set_num_threads(1)
-    ranks = Ranks(
-        Place(rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size, rendezvous=out),
-        timeout_seconds=400,
-    )
+    out, ranks = common.joined()
     results: dict[Any, Any] = {}
     for case in CASES:
         plain = train(case, ranks)
@@ -141,7 +134,7 @@ def main() -> None:
         with mock.patch.multiple(distributed, **{name: late(getattr(distributed, name)) for name in names}):
             results[case] = {"plain": plain, "late": train(case, ranks)}
     results["twice"] = {overlap: twice(ranks, overlap) for overlap in ("on", "off")}
-    if rank == 0:
+    if ranks.place.is_main:
         torch.save(results, out / "results.pt")
     ranks.leave()
 
