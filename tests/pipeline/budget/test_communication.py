@@ -61,6 +61,13 @@ def test_what_is_not_overlapped_is_waited_for(gpus: int, seconds: float):
     assert theirs.bare_seconds <= in_turn.bare_seconds == pytest.approx(in_turn.seconds)
 
 
+def test_only_a_model_that_waits_block_by_block_hides_gathers_behind_its_forward_pass():
+    hidden, waited = (
+        traffic(replace(JOB, hides_gathers=hides), gpus=64, links=LINKS, compute_seconds=10.0) for hides in (True, False)
+    )
+    assert hidden.seconds == waited.seconds and hidden.bare_seconds < waited.bare_seconds
+
+
 def test_zero_2_averages_after_every_micro_batch_and_zero_1_after_the_last():
     one, two = (
         traffic(replace(JOB, zero_stage=stage), gpus=8, links=LINKS, compute_seconds=1.0, accumulation_steps=4)
