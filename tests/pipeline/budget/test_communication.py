@@ -63,7 +63,8 @@ def test_what_is_not_overlapped_is_waited_for(gpus: int, seconds: float):
 
 def test_only_a_model_that_waits_block_by_block_hides_gathers_behind_its_forward_pass():
     hidden, waited = (
-        traffic(replace(JOB, hides_gathers=hides), gpus=64, links=LINKS, compute_seconds=10.0) for hides in (True, False)
+        traffic(replace(JOB, hides_gathers=hides), gpus=64, links=LINKS, compute_seconds=10.0)
+        for hides in (True, False)
     )
     assert hidden.seconds == waited.seconds and hidden.bare_seconds < waited.bare_seconds
 
