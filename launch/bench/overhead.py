@@ -7,7 +7,7 @@ which the report and tests/launch/bench/test_overhead.py hold them to.
 Overhead: in forward and backward, operations beyond plain torch's; in the step, all operations. Plain torch is the same
 model in the same dtype with fused AdamW, without dropout, clipping, checks for non-finite values, or other processes.
 Bytes sent are those of large rings. CPU time is that of all of a process's threads: with several processes gloo's, too,
-which copy and send what NCCL moves without them; beside it that of the training thread alone.
+which copy and send what NCCL moves without them; beside it that with a process group that sends nothing.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from pydantic import TypeAdapter
 
 from shardvit.launch.bench.evaluation_memory import kept_bytes_per_image
 from shardvit.launch.bench.measure import run_json, setting
-from shardvit.launch.bench.overhead_child import BUCKET_ELEMENTS, DEPTH, WIDTH, Case, Counted
+from shardvit.launch.bench.overhead_child import BUCKET_ELEMENTS, DEPTH, WIDTH, Case, Counted, Spent
 
 _TIMED_STEPS = {1: 24, 2: 20, 4: 12}  # by processes
 _LIMIT_SECONDS = 1800  # for all rows of a number of processes; quiet, they take up to three minutes
@@ -34,10 +34,10 @@ EVALUATION_BYTES = 150  # kept an image: its answers, and no batch
 
 Quantity = Literal[
     "operations", "in forward", "in backward", "in the step", "waits", "waits of a batch", "bytes made a parameter",
-    "bytes sent a parameter", "CPU to plain torch's", "graph breaks", "graphs",
+    "bytes sent a parameter", "CPU to plain torch's", "the same, nothing sent", "graph breaks", "graphs",
 ]  # fmt: skip
 _IN_WORDS: dict[Quantity, str] = {"operations": "operations outside the model", "waits": "waits for the device"}
-_INEXACT: tuple[Quantity, ...] = ("CPU to plain torch's",)  # they depend on the machine's load
+_INEXACT: tuple[Quantity, ...] = ("CPU to plain torch's", "the same, nothing sent")  # they depend on the machine's load
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,7 @@ _FAST: dict[Quantity, float] = {
     "operations": 150,
     "bytes sent a parameter": 4.01,
     "CPU to plain torch's": 1.2,
+    "the same, nothing sent": 1.2,
 }
 _ALONE: dict[Quantity, float] = {**_FAST, "in the step": 30, "bytes made a parameter": 6.1}
 _ON_DEVICE: dict[Quantity, float] = {**_QUIET, "in the step": 400}
@@ -125,7 +126,8 @@ def quantity(name: Quantity, one: Counted, *, case: Case) -> float | None:
         "waits of a batch": lambda: sum(one.input_waits.values()),
         "bytes made a parameter": lambda: one.allocated_bytes / one.parameters,
         "bytes sent a parameter": lambda: sent_bytes_per_parameter(one, ranks=case.ranks),
-        "CPU to plain torch's": lambda: _ratio(one, "whole"),
+        "CPU to plain torch's": lambda: _ratio(one.cpu_ms, one.plain_cpu_ms),
+        "the same, nothing sent": lambda: _ratio(one.unsent_cpu_ms, one.plain_cpu_ms),
         "graph breaks": lambda: one.graph_breaks,
         "graphs": lambda: one.graphs,
     }
@@ -139,8 +141,8 @@ def sent_bytes_per_parameter(one: Counted, *, ranks: int) -> float:
     return sum(sent for _, _, sent in one.collectives) * ranks / (ranks - 1) / one.parameters
 
 
-def _ratio(one: Counted, part: Literal["whole", "own_thread"]) -> float | None:
-    return getattr(one.cpu_ms, part) / getattr(one.plain_cpu_ms, part) if one.cpu_ms and one.plain_cpu_ms else None
+def _ratio(ours: Spent | None, plain: Spent | None) -> float | None:
+    return ours.whole / plain.whole if ours and plain else None
 
 
 def run_cases(cases: Sequence[Case]) -> list[list[Counted]]:
@@ -199,7 +201,7 @@ def report(rows: Sequence[Bounded], counted: Sequence[Sequence[Counted]], *, eva
         yield f"\n{title}; operations that plain torch does not do, and the ratio of CPU times"
         yield (
             f"{'':{width}}  forward backward    step  waits bytes/par. CPU ms: passes, step; plain's   ratio"
-            + ("  its thread's" if here != [1] else "")
+            + ("  nothing sent" if here != [1] else "")
         )
         for row, one in found:
             if row.case.ranks in here:
@@ -221,7 +223,7 @@ def report(rows: Sequence[Bounded], counted: Sequence[Sequence[Counted]], *, eva
 def _worst_of_the_default(found: Sequence[tuple[Bounded, Counted]]) -> Iterator[str]:
     own = [(row.case, one) for row, one in found if replace(row.case, ranks=1, timed_steps=0) == DEFAULT]
     said: list[str] = []
-    for name in ("operations", "waits", "bytes sent a parameter", "CPU to plain torch's"):
+    for name in ("operations", "waits", "bytes sent a parameter", *_INEXACT):
         values = {case.ranks: quantity(name, one, case=case) for case, one in own}
         known = {ranks: value for ranks, value in values.items() if value is not None}
         if known:
@@ -238,8 +240,8 @@ def _cells(case: Case, one: Counted) -> str:
     )
     line = f"{'   (not counted)' if case.compiles else counts:44}"
     if (ours := one.cpu_ms) and (plain := one.plain_cpu_ms):
-        line += f"{ours.passes:9.1f}{ours.step:7.1f}{plain.passes:9.1f}{plain.step:7.1f}{_ratio(one, 'whole'):7.2f}"
-        line += f"{_ratio(one, 'own_thread'):14.2f}" if case.ranks > 1 else ""
+        line += f"{ours.passes:9.1f}{ours.step:7.1f}{plain.passes:9.1f}{plain.step:7.1f}{_ratio(ours, plain):7.2f}"
+        line += f"{unsent:14.2f}" if (unsent := _ratio(one.unsent_cpu_ms, plain)) else ""
     return line
 
 

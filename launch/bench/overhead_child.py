@@ -6,6 +6,7 @@ the CPU for a GPU (`operations.as_on_a_gpu`), so that it waits wherever it would
 """
 
 import contextlib
+import functools
 import gc
 import json
 import sys
@@ -13,12 +14,13 @@ import time
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
-from torch import nn
+from torch import distributed, nn
 from torch._dynamo.utils import counters
 
 from shardvit.data_shards.loading.batch import Batch
@@ -72,6 +74,11 @@ class Case:
         return ", ".join([f"ZeRO {self.zero_stage}", self.precision, *more])
 
     @property
+    def sends_by_itself(self) -> bool:
+        """If so, the engine's own code sends, not DeepSpeed's or DDP's."""
+        return self.ranks > 1 and self.zero_stage in (1, 2) and "offload" not in self.engine
+
+    @property
     def compiles(self) -> bool:
         """If so, operations are not counted: under a dispatch mode torch runs compiled code eagerly."""
         return self.engine.get("compile") == "blocks"
@@ -84,7 +91,6 @@ class Spent:
     whole: float  # an optimizer step and everything before it
     passes: float  # of these, forward and backward passes, the batch and the loss
     step: float  # of these, the optimizer's step
-    own_thread: float  # of `whole`, the thread that trains: the rest is gloo's, which on a GPU is NCCL's on the device
 
 
 @dataclass
@@ -102,6 +108,7 @@ class Counted:
     collectives: list[tuple[str, int, float]]  # name, bytes, bytes that each rank sends in a ring
     cpu_ms: Spent | None  # minimum of each over the steps
     plain_cpu_ms: Spent | None  # of plain torch, alternating with it
+    unsent_cpu_ms: Spent | None  # with a process group that sends nothing, as NCCL's sends without the CPU
     graphs: int = 0  # compiled for the blocks
     graph_breaks: int = 0
 
@@ -180,7 +187,10 @@ def counted(case: Case, *, ranks: Ranks) -> Counted:
             phases = _phases(Operations)
             if not case.compiles:
                 ours.step(phases)
-        spent = _by_turns({"ours": ours.step, "plain": reference.step}, times=case.timed_steps)
+        turns = {"ours": ours.step, "plain": reference.step}
+        if case.sends_by_itself:
+            turns["unsent"] = partial(_unsent, ours.step)
+        spent = _by_turns(turns, times=case.timed_steps)
         engine.close()
     every = phases.rest.waits + phases.forward.waits + phases.backward.waits + phases.step.waits
     world_size = ranks.place.world_size
@@ -199,6 +209,7 @@ def counted(case: Case, *, ranks: Ranks) -> Counted:
         collectives=[(each.name, each.num_bytes, each.sent_bytes(world_size)) for each in collectives],
         cpu_ms=spent.get("ours"),
         plain_cpu_ms=spent.get("plain"),
+        unsent_cpu_ms=spent.get("unsent"),
         graphs=len(kernels.compiled.graphs) if kernels.compiled else 0,
         graph_breaks=sum(counters["graph_break"].values()),
     )
@@ -313,6 +324,29 @@ def _fuse() -> None:
                 group["fused"] = True
 
 
+@functools.cache
+def _silent_group() -> distributed.ProcessGroup:
+    import torch.testing._internal.distributed.fake_pg  # noqa: F401 - registers the backend
+
+    return distributed.new_group(backend="fake")
+
+
+def _unsent(step: Callable[[Any], None], counts: Any) -> None:
+    """Step with collectives that return at once; gradients are 0, since what was never received may be nan."""
+    group = _silent_group()
+
+    def reduce_scatter(output: torch.Tensor, *inputs: Any, **more: Any) -> Any:
+        output.zero_()
+        return scatter(output, *inputs, group=group, **more)
+
+    scatter = distributed.reduce_scatter_tensor
+    silent = {
+        name: partial(getattr(distributed, name), group=group) for name in ("all_gather_into_tensor", "all_reduce")
+    }
+    with mock.patch.multiple(distributed, reduce_scatter_tensor=reduce_scatter, **silent):
+        step(counts)
+
+
 def _by_turns(steps: dict[str, Callable[[Any], None]], *, times: int) -> dict[str, Spent]:
     """Alternate the steps; returns each one's minima, nothing if `times` is 0."""
     spent: dict[str, list[Spent]] = {name: [] for name in steps}
@@ -320,9 +354,8 @@ def _by_turns(steps: dict[str, Callable[[Any], None]], *, times: int) -> dict[st
         for name, step in steps.items():
             passes, last = _Clock(), _Clock()
             step(types.SimpleNamespace(forward=passes, backward=passes, rest=passes, step=last))
-            own = passes.own_ms + last.own_ms
-            spent[name].append(Spent(passes.ms + last.ms, passes.ms, last.ms, own))
-    keys = ("whole", "passes", "step", "own_thread")
+            spent[name].append(Spent(passes.ms + last.ms, passes.ms, last.ms))
+    keys = ("whole", "passes", "step")
     return {
         name: Spent(**{key: min(getattr(one, key) for one in each) for key in keys})
         for name, each in spent.items()
@@ -331,18 +364,17 @@ def _by_turns(steps: dict[str, Callable[[Any], None]], *, times: int) -> dict[st
 
 
 class _Clock:
-    """Accumulates CPU milliseconds while entered, of all threads and of this one, in which autograd, too, runs on a
-    CPU. A thread that waits for another rank sleeps, so its waiting is not counted."""
+    """Accumulates CPU milliseconds of all threads while entered. A thread that waits for another rank sleeps, so its
+    waiting is not counted."""
 
     def __init__(self) -> None:
-        self.ms = self.own_ms = 0.0
+        self.ms = 0.0
 
     def __enter__(self) -> None:
-        self._before = time.process_time(), time.thread_time()
+        self._before = time.process_time()
 
     def __exit__(self, *error: object) -> None:
-        self.ms += 1000 * (time.process_time() - self._before[0])
-        self.own_ms += 1000 * (time.thread_time() - self._before[1])
+        self.ms += 1000 * (time.process_time() - self._before)
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ from shardvit.pipeline.optimizers.adafactor import BigVisionAdafactor
 from shardvit.pipeline.optimizers.adam import Lamb, PieceAdamW
 from shardvit.pipeline.optimizers.muon import Muon
 from shardvit.pipeline.optimizers.parameter_groups import parameter_groups
-from shardvit.pipeline.optimizers.sgd import DecoupledSgd, PieceSgd
+from shardvit.pipeline.optimizers.sgd import Sgd
 from shardvit.pipeline.own_code.by_path import load_own, shown
 from shardvit.pipeline.recipe.optimizer import OptimizerConfig
 
@@ -36,10 +36,8 @@ def optimizer_over(
             return PieceAdamW(groups, lr=lr, betas=betas, eps=eps, moment_type=moment_type)
         case "adamw":
             return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
-        case "sgd" if by_pieces:
-            return PieceSgd(groups, lr=lr, momentum=momentum, moment_type=moment_type)
         case "sgd":
-            return DecoupledSgd(groups, lr=lr, momentum=momentum)
+            return Sgd(groups, lr=lr, momentum=momentum, moment_type=moment_type)
         case "adafactor":
             return BigVisionAdafactor(groups, lr=lr, momentum=momentum, moment_type=moment_type)
         case "lamb":

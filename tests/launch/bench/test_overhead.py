@@ -72,8 +72,9 @@ def made(**more: object) -> Counted:
         "input_waits": {},
         "allocated_bytes": 800,
         "collectives": [("allreduce", 200, 200.0)],
-        "cpu_ms": Spent(30.0, 20.0, 10.0, 26.0),
-        "plain_cpu_ms": Spent(20.0, 15.0, 5.0, 20.0),
+        "cpu_ms": Spent(30.0, 20.0, 10.0),
+        "plain_cpu_ms": Spent(20.0, 15.0, 5.0),
+        "unsent_cpu_ms": Spent(26.0, 18.0, 8.0),
     }
     return Counted(**{**content, **more})
 

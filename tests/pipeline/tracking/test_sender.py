@@ -156,6 +156,23 @@ def test_rows_and_facts_arrive_in_order_and_the_runs_are_closed_last(make_rig: C
     assert rig.sender.round() == 0 and len(rig.sink.calls) == calls  # each once, however often it is asked
 
 
+def test_pictures_that_are_drawn_during_the_last_round_have_one_more(make_rig: Callable[..., Rig]) -> None:
+    rig, late = make_rig(), ["a picture"]
+    rig.log(1)
+    whole = rig.sender.round
+
+    def round_and_draw() -> int:
+        is_last, again = rig.over.is_set(), whole()
+        if is_last and late:
+            late.clear()
+            rig.sender.pictures_changed = True
+        return again
+
+    rig.sender.round = round_and_draw
+    rig.close()
+    assert not late and not rig.sender.pictures_changed
+
+
 def test_an_outage_in_the_middle_costs_no_point_and_one_line(make_rig: Callable[..., Rig]) -> None:
     rig = make_rig()
     rig.log(1, 2)

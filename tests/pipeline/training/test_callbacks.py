@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -70,6 +71,16 @@ def test_they_are_told_after_each_step_and_evaluation_and_before_each_checkpoint
     assert rows == [(step, {"mine/step": float(step)}) for step in range(1, STEPS + 1)]
     assert calls == ["save 4", f"save {STEPS}", "finish"]
     assert state.own == {"Noting": {"told": len(expected)}}  # as of the last checkpoint, with what came before it
+
+
+def test_weights_that_are_on_their_way_have_arrived_when_they_are_told():
+    whole, _ = saving(kind=Requests, save_steps=0)
+    order: list[str] = []
+    whole.engine.settle = lambda: order.append("arrived")
+    whole.report.own = lambda state, values: order.append("told")
+    train(replace(whole, callbacks=Callbacks({"Noting": Noting()}, {})), TrainState())
+    assert order.count("told") == STEPS
+    assert all(before == "arrived" for before, each in pairwise(order) if each == "told")
 
 
 def test_a_checkpoint_that_is_asked_for_comes_once_two_steps_later():
