@@ -230,7 +230,7 @@ def _check_size(height: int, width: int, limit: PixelLimit) -> None:
 def _decode(data: bytes, header: _Header, decoder: DecoderName, box: Box) -> Pixels:
     """Decode a plain JPEG's box; if the decoder declines, Pillow tolerates more or gives the reason."""
     device = _device(decoder, height=header.height, width=header.width, box=box)
-    pixels = _simplejpeg(data, box) if device is None else decode_nvimgcodec.decode_jpeg(data, box=box, device=device)
+    pixels = decode_nvimgcodec.decode_jpegs([(data, box)], device=device)[0] if device else _simplejpeg(data, box)
     return _pillow_pixels(_open_with_pillow(data), box) if pixels is None else pixels
 
 

@@ -72,7 +72,12 @@ class TrainTransform:
 
         `draws`: the sample's `crops.DRAWS_PER_SAMPLE` random numbers. UnreadableImage if the image is damaged.
         """
-        return self.finish(image.pixels(self.box(image.height, image.width, draws=draws)), draws=draws, into=into)
+        box = self.box(image.height, image.width, draws=draws)
+        return self.finish(image.pixels(box), draws=draws, into=into), bool(self.mirrors(draws))
+
+    def mirrors(self, draws: NDArray[np.float64]) -> NDArray[np.bool_]:
+        """Tell which samples to mirror."""
+        return draws[..., FLIP_DRAW] < self.flip
 
     def box(self, height: int, width: int, *, draws: NDArray[np.float64]) -> Box:
         """Find the box to decode of an image of this size."""
@@ -80,8 +85,8 @@ class TrainTransform:
             return _without_far_ends(height, width)
         return CROP_LAWS[self.crop](height, width, area=self.crop_area, ratio=self.crop_ratio, draws=draws)
 
-    def finish(self, pixels: Pixels, *, draws: NDArray[np.float64], into: Pixels | None = None) -> tuple[Pixels, bool]:
-        """Go on from the box's pixels to what a call returns."""
+    def finish(self, pixels: Pixels, *, draws: NDArray[np.float64], into: Pixels | None = None) -> Pixels:
+        """Go on from the box's pixels to the square that a call returns."""
         square = self._resized(pixels, draws=draws, into=into)
         if self.rand_augment is not None:
             square = placed(self.rand_augment(square, draw=float(draws[RAND_AUGMENT_DRAW])), into)
@@ -89,7 +94,7 @@ class TrainTransform:
             # Philox's stream is one that NumPy keeps for good.
             generator = np.random.Generator(np.random.Philox(key=int(draws[OWN_AUGMENT_DRAW] * 2**53)))
             square = placed(self.own(square, generator), into)
-        return square, bool(draws[FLIP_DRAW] < self.flip)
+        return square
 
     def _resized(self, pixels: Pixels, *, draws: NDArray[np.float64], into: Pixels | None) -> Pixels:
         size = self.image_size
@@ -124,13 +129,13 @@ class EvalTransform:
         """Return uint8 [size, size, 3], in `into` if given; UnreadableImage if the image is damaged."""
         return self.finish(image.pixels(self.box(image.height, image.width)), into=into)
 
-    def box(self, height: int, width: int) -> Box:
+    def box(self, height: int, width: int, *, draws: None = None) -> Box:
         """Find the box to decode of an image of this size."""
         if self.protocol in ("vit", "vit_exact"):
             return Box(top=0, left=0, height=height, width=width)
         return _without_far_ends(height, width)
 
-    def finish(self, pixels: Pixels, *, into: Pixels | None = None) -> Pixels:
+    def finish(self, pixels: Pixels, *, draws: None = None, into: Pixels | None = None) -> Pixels:
         """Go on from the box's pixels to what a call returns."""
         size = self.image_size
         match self.protocol:

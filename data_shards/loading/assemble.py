@@ -7,9 +7,9 @@ not counted, since each image must count once. `Batch.faults` names both.
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -37,14 +37,6 @@ PADDING = -1  # fills label rows of samples with fewer labels than others
 _MOST_PIXELS_TOGETHER = 1 << 22  # bounds the memory: 12 MB, and an image with more is decoded with those before it
 
 
-@dataclass(frozen=True)
-class _Transform:
-    """A transform in two parts, around the decoding."""
-
-    box: Callable[[int, EncodedImage], Box]  # slot, image -> the box to decode
-    finish: Callable[[int, Pixels], None]  # slot, pixels of the box; fills the row
-
-
 class _Begun(NamedTuple):  # 2 µs faster to make than a frozen dataclass
     """A sample that is read and not decoded yet, or what is wrong with it, told when its turn comes."""
 
@@ -68,9 +60,14 @@ class Access:
 
 
 class _Rows:
-    def __init__(self, refs: SampleRefs, *, image_size: int) -> None:
+    """A batch in the making, and what makes its images; `draws` has each slot's random numbers."""
+
+    def __init__(
+        self, refs: SampleRefs, *, transform: TrainTransform | EvalTransform, draws: Sequence[Any] | NDArray[np.float64]
+    ) -> None:
         count = len(refs.sample)
-        self.images = _empty_images(count, image_size)
+        self.transform, self.draws = transform, draws
+        self.images = _empty_images(count, transform.image_size)
         self.pixels: Pixels = self.images.numpy()
         self.labels: list[tuple[int, ...]] = [(0,)] * count
         self.keys = [""] * count
@@ -123,27 +120,18 @@ class Assembler:
 
         With `mix` the last row is only mixed into the one before. SampleError for damage that is not substituted.
         """
-        rows = _Rows(refs, image_size=transform.image_size)
-
-        def box(slot: int, image: EncodedImage) -> Box:
-            return transform.box(image.height, image.width, draws=draws[slot])
-
-        def finish(slot: int, pixels: Pixels) -> None:
-            rows.mirrored[slot] = transform.finish(pixels, draws=draws[slot], into=rows.pixels[slot])[1]
-
-        parts = _Transform(box, finish)
-        for slot, is_whole in self._fill(rows, refs, transform=parts):
+        rows = _Rows(refs, transform=transform, draws=draws)
+        rows.mirrored = transform.mirrors(draws).tolist()
+        for slot, is_whole in self._fill(rows, refs):
             if not is_whole:
-                self._substitute(rows, slot, refs, order=order, transform=parts)
+                self._substitute(rows, slot, refs, order=order)
         return rows.batch(epochs=refs.epoch, is_multi_label=self._is_multi_label, mix=mix)
 
-    def _substitute(
-        self, rows: _Rows, slot: int, refs: SampleRefs, *, order: LaneStream, transform: _Transform
-    ) -> None:
+    def _substitute(self, rows: _Rows, slot: int, refs: SampleRefs, *, order: LaneStream) -> None:
         first, wanted = rows.faults[-1], refs.part(slice(slot, slot + 1))
         for attempt in range(1, _MOST_ATTEMPTS + 1):
             other = order.substitute(wanted, attempt=attempt)
-            if all(is_whole for _, is_whole in self._fill(rows, other, transform=transform, first=slot)):
+            if all(is_whole for _, is_whole in self._fill(rows, other, first=slot)):
                 rows.samples[slot], rows.substituted[slot] = int(other.sample[0]), True
                 return
         raise SampleError(
@@ -153,15 +141,8 @@ class Assembler:
 
     def evaluate(self, refs: SampleRefs, *, counted: NDArray[np.bool_], transform: EvalTransform) -> Batch:
         """Make a held-out batch, without counting padding and damaged images; SampleError if no damage is allowed."""
-        rows = _Rows(refs, image_size=transform.image_size)
-
-        def box(_: int, image: EncodedImage) -> Box:
-            return transform.box(image.height, image.width)
-
-        def finish(slot: int, pixels: Pixels) -> None:
-            transform.finish(pixels, into=rows.pixels[slot])
-
-        for slot, is_whole in self._fill(rows, refs, transform=_Transform(box, finish)):
+        rows = _Rows(refs, transform=transform, draws=[None] * len(counted))
+        for slot, is_whole in self._fill(rows, refs):
             if not is_whole:
                 rows.keys[slot] = rows.faults[-1].key
                 rows.pixels[slot] = 0
@@ -171,9 +152,7 @@ class Assembler:
     def describe(self, shard: int, *, row: int) -> str:
         return self._reader.describe(shard, row=row)
 
-    def _fill(
-        self, rows: _Rows, refs: SampleRefs, *, transform: _Transform, first: int = 0
-    ) -> Iterator[tuple[int, bool]]:
+    def _fill(self, rows: _Rows, refs: SampleRefs, *, first: int = 0) -> Iterator[tuple[int, bool]]:
         """Read and transform samples into the slots from `first` on.
 
         Yields each slot in turn, once it is filled, and whether the sample is whole; if not, with a fault in `rows`.
@@ -181,41 +160,44 @@ class Assembler:
         begun: list[_Begun] = []
         pixels = 0
         for slot, sample in enumerate(zip(refs.shard.tolist(), refs.row.tolist(), strict=True), start=first):
-            begun.append(each := self._begin(slot, sample, transform=transform))
+            begun.append(each := self._begin(rows, slot, sample))
             if each.wanted is not None:
                 pixels += each.wanted[1].height * each.wanted[1].width
             if len(begun) == TOGETHER or pixels > _MOST_PIXELS_TOGETHER:
-                yield from self._finish(rows, begun, transform=transform)
+                yield from self._finish(rows, begun)
                 begun, pixels = [], 0
         if begun:
-            yield from self._finish(rows, begun, transform=transform)
+            yield from self._finish(rows, begun)
 
-    def _begin(self, slot: int, sample: tuple[int, int], *, transform: _Transform) -> _Begun:
+    def _begin(self, rows: _Rows, slot: int, sample: tuple[int, int]) -> _Begun:
         access, key = self._access, ""
         _note([sample])
         try:
             raw = self._reader.read(sample[0], row=sample[1])
             key = raw.key
             image = read_image(raw.image, decoder=access.decoder, limit=access.pixel_limit)
-            return _Begun(slot, sample, key, raw.labels, (image, transform.box(slot, image)))
+            box = rows.transform.box(image.height, image.width, draws=rows.draws[slot])
+            return _Begun(slot, sample, key, raw.labels, (image, box))
         except (UserError, CorruptSample, UnreadableImage) as error:
             return _Begun(slot, sample, key, error=error)
 
-    def _finish(self, rows: _Rows, begun: Sequence[_Begun], *, transform: _Transform) -> Iterator[tuple[int, bool]]:
+    def _finish(self, rows: _Rows, begun: Sequence[_Begun]) -> Iterator[tuple[int, bool]]:
         _note([each.sample for each in begun])
         decoded = iter(decode_together([each.wanted for each in begun if each.wanted is not None]))
         for each in begun:
             _note([each.sample])
-            yield each.slot, self._finish_one(rows, each, each.wanted and next(decoded), transform=transform)
+            yield each.slot, self._finish_one(rows, each, each.wanted and next(decoded))
 
-    def _finish_one(self, rows: _Rows, begun: _Begun, pixels: Pixels | None, *, transform: _Transform) -> bool:
+    def _finish_one(self, rows: _Rows, begun: _Begun, pixels: Pixels | None) -> bool:
+        slot = begun.slot
         try:
             try:
                 if begun.error is not None:
                     raise begun.error
                 assert begun.wanted is not None
                 image, box = begun.wanted
-                transform.finish(begun.slot, image.pixels(box) if pixels is None else pixels)
+                pixels = image.pixels(box) if pixels is None else pixels
+                rows.transform.finish(pixels, draws=rows.draws[slot], into=rows.pixels[slot])
             except UnreadableImage as error:
                 name = self._access.shards.shards[begun.sample[0]].name
                 raise CorruptSample(name, key=begun.key, reason=str(error)) from error
@@ -227,7 +209,7 @@ class Assembler:
                 ) from corrupt
             rows.faults.append(Fault(shard=corrupt.shard, key=corrupt.key, reason=corrupt.reason))
             return False
-        rows.keys[begun.slot], rows.labels[begun.slot] = begun.key, begun.labels
+        rows.keys[slot], rows.labels[slot] = begun.key, begun.labels
         return True
 
 

@@ -7,6 +7,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from functools import partialmethod
 from signal import SIGKILL, SIGTERM
 
 
@@ -17,26 +18,17 @@ class Child:
         self.pid = pid
         self.returncode: int | None = None  # negative: killed by a signal
 
-    def poll(self) -> int | None:
-        return self._reap(os.WNOHANG)
-
-    def wait(self) -> int | None:
-        return self._reap(0)
-
-    def terminate(self) -> None:
-        self._send(SIGTERM)
-
-    def kill(self) -> None:
-        self._send(SIGKILL)
-
-    def _send(self, number: int) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, number)
-
-    def _reap(self, options: int) -> int | None:
+    def wait(self, options: int = 0) -> int | None:
         if self.returncode is None and (ended := os.waitpid(self.pid, options))[0]:
             self.returncode = os.waitstatus_to_exitcode(ended[1])
         return self.returncode
+
+    def kill(self, number: int = SIGKILL) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    poll = partialmethod(wait, os.WNOHANG)
+    terminate = partialmethod(kill, SIGTERM)
 
 
 def fork(work: Callable[[], int]) -> Child:

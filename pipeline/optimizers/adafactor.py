@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from shardvit.pipeline.optimizers.pieces import Chunk, PieceOptimizer, StepTerms
+from shardvit.pipeline.optimizers.pieces import Chunk, PieceOptimizer, StepTerms, rounded
 
 _DECAY_POWER = 0.8
 _MOST_DECAY = 0.999
@@ -44,8 +44,11 @@ class BigVisionAdafactor(PieceOptimizer):
         add = steps.pow_(-_DECAY_POWER).clamp_(min=1 - _MOST_DECAY).mul_(terms.applied)
         scaled = _scaled(gradient.view(-1, *(chunk.shape or ())), chunk, add=add).view(-1)
         scaled.masked_fill_(terms.skipped, 0.0)  # nan before the first step
-        momentum = self.defaults["momentum"]
-        change.sub_(self.moved(chunk, scaled, keep=momentum, add=1 - momentum, terms=terms))
+        momentum, averages = self.defaults["momentum"], chunk.state("exp_avg")
+        kept = terms.skip.clamp(min=rounded(momentum, self.moment_type))  # as in optax
+        exact = torch.cat(averages).float().mul_(kept).add_(scaled, alpha=1 - momentum)
+        torch._foreach_copy_(averages, chunk.cut(exact))
+        change.sub_(exact)
 
 
 _FACTORS = ("exp_avg_sq_row", "exp_avg_sq_column")

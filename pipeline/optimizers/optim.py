@@ -30,9 +30,8 @@ def optimizer_over(
     """Build the optimizer over groups from `parameter_groups`; `many` rates: operations do not grow with the groups."""
     lr, betas, eps, momentum = config.lr, config.betas, config.eps, config.momentum
     moment_type = torch.bfloat16 if config.first_moment == "bf16" else torch.float32
-    by_pieces = moment_type != torch.float32 or rates == "many"
     match config.name:
-        case "adamw" if by_pieces:
+        case "adamw" if moment_type != torch.float32 or rates == "many":
             return PieceAdamW(groups, lr=lr, betas=betas, eps=eps, moment_type=moment_type)
         case "adamw":
             return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)

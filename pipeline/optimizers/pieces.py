@@ -9,8 +9,8 @@ torch's fused optimizers: the host reads nothing, and a skipped step changes not
 import functools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -33,11 +33,11 @@ class Chunk:
     """Pieces of parameters, flattened, with their gradients, state, learning rates and weight decays."""
 
     shape: tuple[int, ...] | None  # of each piece; None: of any, as its law is elementwise
-    weights: list[Tensor] = field(default_factory=list)
-    gradients: list[Tensor] = field(default_factory=list)
-    states: list[dict[str, Tensor]] = field(default_factory=list)
-    rates: list[float] = field(default_factory=list)
-    decays: list[float] = field(default_factory=list)
+    weights: Sequence[Tensor]
+    gradients: Sequence[Tensor]
+    states: Sequence[dict[str, Tensor]]
+    rates: Sequence[float]
+    decays: Sequence[float]
 
     def state(self, name: str) -> list[Tensor]:
         return [each[name] for each in self.states]
@@ -96,13 +96,6 @@ class PieceOptimizer(torch.optim.Optimizer, ABC):
     def shape(self, group: dict[str, Any], number: int) -> tuple[int, ...] | None:
         """Return the shape in which to stack a group's parameter, or its equal parts; None: its law is elementwise."""
 
-    def moved(self, chunk: Chunk, values: Tensor, *, keep: float, add: float, terms: StepTerms) -> Tensor:
-        """Move `moment`, m <- keep m + add values, and return it unrounded. As in optax, `keep` has its type too."""
-        exact = torch.cat(chunk.state(self.moment)).float()
-        exact.mul_(terms.skip.clamp(min=rounded(keep, self.moment_type))).add_(values, alpha=add)
-        torch._foreach_copy_(chunk.state(self.moment), chunk.cut(exact))
-        return exact
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keep this optimizer's hyperparameters, and undo torch's casts to float32. Takes timm's states too."""
         states = {number: dict(state) for number, state in state_dict["state"].items()}
@@ -118,9 +111,10 @@ class PieceOptimizer(torch.optim.Optimizer, ABC):
                 state[self.moment] = state[self.moment].to(self.moment_type)
 
     def _chunks(self) -> Iterator[Chunk]:
-        filling: dict[tuple[int, ...] | None, Chunk] = {}
+        filling: dict[tuple[int, ...] | None, list[Any]] = {}
         room: dict[tuple[int, ...] | None, int] = {}
         for group in self.param_groups:
+            rate_and_decay = float(group["lr"]), float(group["weight_decay"])
             for number, parameter in enumerate(group["params"]):
                 if parameter.grad is None:
                     continue
@@ -129,19 +123,14 @@ class PieceOptimizer(torch.optim.Optimizer, ABC):
                 if not state:
                     state.update(self.start(parameter, shape))
                 size = CHUNK_ELEMENTS if shape is None else math.prod(shape)
-                for weight, gradient, own in _cut(parameter, state, size=size):
-                    if room.get(shape, 0) < weight.numel():
+                for piece in _cut(parameter, state, size=size):
+                    if room.get(shape, 0) < piece[0].numel():
                         if shape in filling:
-                            yield filling[shape]
-                        filling[shape], room[shape] = Chunk(shape), CHUNK_ELEMENTS
-                    room[shape] -= weight.numel()
-                    chunk = filling[shape]
-                    chunk.weights.append(weight)
-                    chunk.gradients.append(gradient)
-                    chunk.states.append(own)
-                    chunk.rates.append(float(group["lr"]))
-                    chunk.decays.append(float(group["weight_decay"]))
-        yield from filling.values()
+                            yield Chunk(shape, *zip(*filling[shape], strict=True))
+                        filling[shape], room[shape] = [], CHUNK_ELEMENTS
+                    room[shape] -= piece[0].numel()
+                    filling[shape].append((*piece, *rate_and_decay))
+        yield from (Chunk(shape, *zip(*pieces, strict=True)) for shape, pieces in filling.items())
 
 
 def _cut(

@@ -60,8 +60,8 @@ def test_photographs_are_pillows_whole_and_in_every_region(
 @has_nvimgcodec
 def test_auto_decodes_regions_alone_where_that_pays(monkeypatch: pytest.MonkeyPatch):
     calls: list[str] = []
-    region, whole = decode_nvimgcodec.decode_jpeg, decode._simplejpeg
-    monkeypatch.setattr(decode_nvimgcodec, "decode_jpeg", lambda *a, **k: calls.append("region") or region(*a, **k))
+    region, whole = decode_nvimgcodec.decode_jpegs, decode._simplejpeg
+    monkeypatch.setattr(decode_nvimgcodec, "decode_jpegs", lambda *a, **k: calls.append("region") or region(*a, **k))
     monkeypatch.setattr(decode, "_simplejpeg", lambda *a: calls.append("whole") or whole(*a))
     image = read_image(PHOTOGRAPHS["china 160 4:2:0"])
     image.pixels(Box(40, 50, 60, 70))
@@ -72,14 +72,14 @@ def test_auto_decodes_regions_alone_where_that_pays(monkeypatch: pytest.MonkeyPa
 
 def test_auto_does_without_nvimgcodec(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(decode_nvimgcodec, "complaint", lambda device: "not installed")
-    monkeypatch.setattr(decode_nvimgcodec, "decode_jpeg", lambda *a, **k: pytest.fail("it was asked all the same"))
+    monkeypatch.setattr(decode_nvimgcodec, "decode_jpegs", lambda *a, **k: pytest.fail("it was asked all the same"))
     data, box = PHOTOGRAPHS["china 160 4:2:0"], Box(40, 50, 60, 70)
     assert_within_55_db(decode_without_warnings(data, box=box), cut(by_pillow(data), box))
 
 
 @every_decoder
 def test_what_the_decoder_declines_goes_to_pillow(decoder: decode.DecoderName, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(decode_nvimgcodec, "decode_jpeg", lambda *a, **k: None)
+    monkeypatch.setattr(decode_nvimgcodec, "decode_jpegs", lambda parts, **k: [None] * len(parts))
     monkeypatch.setattr(decode, "_simplejpeg", lambda *a: None)
     data, box = PHOTOGRAPHS["flower 131 4:2:2"], Box(40, 50, 60, 70)
     np.testing.assert_array_equal(decode_without_warnings(data, decoder=decoder, box=box), cut(by_pillow(data), box))
@@ -91,7 +91,7 @@ def test_what_the_decoder_declines_goes_to_pillow(decoder: decode.DecoderName, m
 @every_decoder
 def test_cmyk_goes_through_pillow(decoder: decode.DecoderName, monkeypatch: pytest.MonkeyPatch):
     """There is no one way from CMYK to RGB; the decoders' own ways differ, so one is taken for all."""
-    monkeypatch.setattr(decode_nvimgcodec, "decode_jpeg", lambda *a, **k: pytest.fail("asked nvImageCodec"))
+    monkeypatch.setattr(decode_nvimgcodec, "decode_jpegs", lambda *a, **k: pytest.fail("asked nvImageCodec"))
     monkeypatch.setattr(decode, "_simplejpeg", lambda *a: pytest.fail("asked simplejpeg"))
     data = encoded(photograph("flower", height=120, width=150).convert("CMYK"), "JPEG")
     box = Box(10, 20, 30, 40)
@@ -113,7 +113,7 @@ def test_uncommon_processes_are_pillows_affair(
     decoder: decode.DecoderName, marker: int, monkeypatch: pytest.MonkeyPatch
 ):
     """Lossless, hierarchical, arithmetic: the frame's header says so, the data are Huffman-coded all the same."""
-    monkeypatch.setattr(decode_nvimgcodec, "decode_jpeg", lambda *a, **k: pytest.fail("asked nvImageCodec"))
+    monkeypatch.setattr(decode_nvimgcodec, "decode_jpegs", lambda *a, **k: pytest.fail("asked nvImageCodec"))
     monkeypatch.setattr(decode, "_simplejpeg", lambda *a: pytest.fail("asked simplejpeg"))
     data = with_frame(encoded(Image.fromarray(picture(200, 200)), "JPEG"), marker=marker)
     try:
@@ -128,7 +128,7 @@ def test_uncommon_processes_are_pillows_affair(
 
 @every_decoder
 def test_twelve_bits_are_refused(decoder: decode.DecoderName, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(decode_nvimgcodec, "decode_jpeg", lambda *a, **k: pytest.fail("asked nvImageCodec"))
+    monkeypatch.setattr(decode_nvimgcodec, "decode_jpegs", lambda *a, **k: pytest.fail("asked nvImageCodec"))
     monkeypatch.setattr(decode, "_simplejpeg", lambda *a: pytest.fail("asked simplejpeg"))
     data = with_frame(encoded(Image.fromarray(picture(200, 200)), "JPEG"), precision=12)
     assert outcome(data, decoder=decoder) is None and outcome(data, decoder=decoder, box=TOP) is None

@@ -48,7 +48,7 @@ def test_a_decoder_asked_for_by_name_that_is_missing_is_the_users_mistake(
 
 @has_nvimgcodec
 def test_a_library_that_decodes_nothing_is_no_decoder(monkeypatch: pytest.MonkeyPatch, nothing_remembered: None):
-    monkeypatch.setattr(decode_nvimgcodec, "decode_jpeg", lambda *a, **k: None)
+    monkeypatch.setattr(decode_nvimgcodec, "decode_jpegs", lambda parts, **k: [None] * len(parts))
     with pytest.raises(UserError, match="does not decode JPEGs on this machine"):
         read_image(PHOTOGRAPH, decoder="nvimgcodec")
     assert read_image(PHOTOGRAPH).pixels(TOP).shape == (8, 9, 3)
@@ -110,8 +110,8 @@ def test_nvimgcodec_is_quiet_leaves_the_environment_alone_and_needs_no_torch():
         before, folder = dict(os.environ), tempfile.mkdtemp()
         tempfile.tempdir = folder
         assert read_image(data, decoder="nvimgcodec").pixels(Box(9, 9, 20, 30)).shape == (20, 30, 3)
-        from shardvit.data_shards.images.decode_nvimgcodec import decode_jpeg
-        assert decode_jpeg(data, box=Box(0, 0, 5000, 5000), device="cpu") is None, "which it would also announce"
+        from shardvit.data_shards.images.decode_nvimgcodec import decode_jpegs
+        assert decode_jpegs([(data, Box(0, 0, 5000, 5000))], device="cpu") == [None], "which it would also announce"
         assert dict(os.environ) == before and os.listdir(folder) == []
         assert "torch" not in sys.modules and "nvidia.nvimgcodec" in sys.modules
         os.rmdir(folder)
@@ -155,6 +155,6 @@ def test_it_neither_turns_the_image_nor_the_region():
     image.save(buffer, "JPEG", exif=exif)
     whole = np.asarray(Image.open(buffer)).astype(int)
     for box in (Box(30, 20, 40, 60), Box(0, 0, 160, 208), Box(150, 190, 10, 18)):
-        pixels = decode_nvimgcodec.decode_jpeg(buffer.getvalue(), box=box, device="cpu")
+        pixels = decode_nvimgcodec.decode_jpegs([(buffer.getvalue(), box)], device="cpu")[0]
         assert pixels is not None and pixels.shape == (box.height, box.width, 3)
         assert np.abs(pixels - whole[box.top : box.bottom, box.left : box.right]).max() <= 4
