@@ -36,6 +36,7 @@ class Launch:
     stage: StageName
     processes: int  # of a training stage
     then: tuple[StageName, ...] = ()  # later stages in the same processes
+    nursery: Nursery | None = None  # forks the ranks of this machine, if there is one
 
     @property
     def stages(self) -> tuple[StageName, ...]:
@@ -54,18 +55,15 @@ def rank_arguments(launch: Launch) -> list[str]:
     return [str(launch.recipe_file), *stages, "--runs", str(launch.runs_root), *own]
 
 
-def run_stage_locally(launch: Launch, *, nursery: Nursery | None = None) -> int:
-    """Run the stages, in forks of `nursery` if there is one; returns the most informative exit code (negative: killed
-    by a signal). The caller holds the run folder's lock. KeyboardInterrupt if stopped before any rank saved; OSError if
-    the run folder is not writable."""
+def run_stage_locally(launch: Launch) -> int:
+    """Run the stages; returns the most informative exit code (negative: killed by a signal). The caller holds the run
+    folder's lock. KeyboardInterrupt if stopped before any rank saved; OSError if the run folder is not writable."""
+    n = launch.ranks
     with _rendezvous(launch.runs_root / launch.recipe.name) as folder:
         code, stop_was_asked = run_ranks(
             [*RANK_COMMAND, *rank_arguments(launch)],
-            [
-                rank_environment(rank, ranks=launch.ranks, rendezvous=folder) | accelerator()
-                for rank in range(launch.ranks)
-            ],
-            nursery=nursery,
+            [accelerator() | rank_environment(rank, ranks=n, rendezvous=folder) for rank in range(n)],
+            nursery=launch.nursery,
             on_stop=lambda: print(f"\n{STOPPING}", file=sys.stderr, flush=True),
         )
     # SIGTERM kills a rank that is still importing.

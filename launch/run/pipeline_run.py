@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -49,6 +48,7 @@ class PipelineRun:
     commands: Commands = "run"
     shards: Literal["needed", "if there"] = "needed"
     difference: str = ""  # to the recipe's parent
+    nursery: Nursery | None = None  # of the next launch, here
 
     @classmethod
     def open(
@@ -60,6 +60,7 @@ class PipelineRun:
         fleet: Fleet | None = None,
         shards: Literal["needed", "if there"] = "needed",
         difference: str = "",
+        nursery: Nursery | None = None,
     ) -> PipelineRun:
         """Check everything, write nothing; UserError for anything that would stop a stage from starting. `restart`
         begins this stage and later ones again. `shards="if there"` skips missing shards and starts no `pipe:`."""
@@ -69,7 +70,7 @@ class PipelineRun:
         folder = RunFolder(runs_root=runs_root, name=recipe.name)
         folder.check_recipe(recipe, restart=restart)
         commands: Commands = "run" if shards == "needed" else "refuse"
-        run = cls(recipe, folder, processes, restart, fleet, commands=commands, shards=shards, difference=difference)
+        run = cls(recipe, folder, processes, restart, fleet, commands, shards, difference, nursery)
         for note in run.check_stages():
             say(note)
         return run
@@ -81,12 +82,10 @@ class PipelineRun:
         mode: Literal["train", "dry-run"] = "train",
         max_restarts: int = 0,
         keys: Literal["changed", "all"] = "changed",
-        nursery: Nursery | None = None,
     ) -> int:
         """Run the unfinished stages, or `only` one; returns the exit code. A dry run prints a summary and the recipe's
-        `keys`. `max_restarts` counts over all stages. Ranks on this machine are forks of `nursery`. UserError if there
-        is no such stage or the run folder is in use or not writable; KeyboardInterrupt if stopped between stages or
-        before a restart."""
+        `keys`. `max_restarts` counts over all stages. UserError if there is no such stage or the run folder is in use
+        or not writable; KeyboardInterrupt if stopped between stages or before a restart."""
         names = self.recipe.stages.names
         if only is not None and only not in names:
             raise UserError(f"--stage {only}: the recipe has only the stages {', '.join(names)}")
@@ -98,21 +97,21 @@ class PipelineRun:
         if mode == "dry-run":
             from shardvit.launch.plan.dry_run import printed, summary
 
-            self._starter(None)  # checks the hosts
+            self._starter()  # checks the hosts
             text = summary(
                 self.recipe, folder=self.folder, processes=self.processes, stages=tuple(stages), state=self._state
             )
             print(printed(text, recipe=self.recipe, keys=keys), end="")
             return 0
         try:
-            return self._run(stages, restarts=Restarts(max_restarts), nursery=nursery)
+            return self._run(stages, restarts=Restarts(max_restarts))
         except OSError as error:
             problem = disk_problem(error, folder=self.folder.path)
             if problem is None:
                 raise
             raise UserError(problem) from error
 
-    def _run(self, stages: list[StageName], *, restarts: Restarts, nursery: Nursery | None) -> int:
+    def _run(self, stages: list[StageName], *, restarts: Restarts) -> int:
         # Between stages there is nothing to save: these signals act like Ctrl-C.
         interrupting = handled((signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1), signal.default_int_handler)
         lock = locked(
@@ -122,7 +121,7 @@ class PipelineRun:
             end_others=lambda: kill_all(SUPERVISOR_PID, str(os.getpid())),
         )
         with interrupting, lock as there, there.demanded():
-            start = self._starter(nursery)
+            start = self._starter()
             for note in self.folder.open(self.recipe, restart=self.restart):
                 print(note)
             self.folder.note_difference(self.difference)
@@ -133,10 +132,10 @@ class PipelineRun:
                     return code
         return 0
 
-    def _starter(self, nursery: Nursery | None) -> Callable[[Launch], int]:
+    def _starter(self) -> Callable[[Launch], int]:
         """Return the function that starts stages, here or on the hosts; checks the hosts first."""
         if self.fleet is None:
-            return partial(run_stage_locally, nursery=nursery) if nursery else run_stage_locally
+            return run_stage_locally
         from shardvit.launch.hosts.stage import prepare
 
         return prepare(
@@ -165,6 +164,7 @@ class PipelineRun:
             stage=stage,
             then=together[1:],
             processes=self.processes,
+            nursery=self.nursery,
         )
         print(f"{stage}: starting {self._describe_ranks(launch)}", flush=True)
         kills_before = memory_kills()

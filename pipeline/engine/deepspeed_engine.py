@@ -38,7 +38,6 @@ from shardvit.pipeline.optimizers.flat import FlatOptimizer, GradientJudge
 from shardvit.pipeline.optimizers.optim import build_optimizer
 from shardvit.pipeline.optimizers.parameter_groups import parameter_groups
 from shardvit.pipeline.ranks.group import Ranks
-from shardvit.pipeline.recipe.optimizer import OptimizerConfig
 from shardvit.pipeline.recipe.schema import EngineConfig
 from shardvit.pipeline.recipe.stage import TrainStage
 from shardvit.pipeline.recipe.stage_plan import StagePlan
@@ -90,7 +89,7 @@ class DeepSpeedEngine(Engine):
         frozen = frozen_weights(model)
         deepspeed.utils.logger.setLevel(logging.ERROR)  # it warns that SGD is untested; our tests cover it
         self._judge = GradientJudge(clip_grad_norm=optimizer.clip_grad_norm) if takes_flat_step(config) else None
-        flat = self._judge and flat_optimizer(model, config=config, optimizer=optimizer, judge=self._judge, plan=plan)
+        flat = self._judge and _flat_optimizer(model, config=config, stage=stage, judge=self._judge, plan=plan)
         engine: Any = deepspeed.initialize(
             model=model,
             optimizer=flat or build_optimizer(model, optimizer),
@@ -250,12 +249,11 @@ class DeepSpeedEngine(Engine):
         nn.functional.linear = _LINEAR
 
 
-def flat_optimizer(
-    model: nn.Module, *, config: EngineConfig, optimizer: OptimizerConfig, judge: GradientJudge, plan: StagePlan
+def _flat_optimizer(
+    model: nn.Module, *, config: EngineConfig, stage: TrainStage, judge: GradientJudge, plan: StagePlan
 ) -> FlatOptimizer:
     """Build the optimizer of which DeepSpeed shards a flat tensor a bucket: one in all where nothing overlaps."""
-    groups = parameter_groups(model, optimizer)
-    n = plan.world_size
+    groups, n = parameter_groups(model, stage.optimizer), plan.world_size
     most = bucket_elements(config, world_size=n) if overlaps(config, world_size=n) else math.inf
     buckets = cut_buckets(groups, turns=turns_of(model), most_elements=most)
-    return FlatOptimizer(groups, optimizer, buckets=buckets, judge=judge)
+    return FlatOptimizer(groups, stage.optimizer, buckets=buckets, judge=judge)

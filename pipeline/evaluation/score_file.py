@@ -21,13 +21,11 @@ class ScoreFile:
     def __init__(self) -> None:
         self._file = tempfile.SpooledTemporaryFile(max_size=_IN_MEMORY_BYTES)  # noqa: SIM115 - lives as long as we do
         weakref.finalize(self, self._file.close)
-        self._rows: list[int] = []  # by batch
-        self._row_bytes = 0
+        self._batches: list[tuple[int, int]] = []  # where each begins in bytes, and its rows
 
     def add(self, by_class: torch.Tensor) -> None:
         """Add a batch, float32 [classes, rows], contiguous. UserError if the disk is full."""
-        self._rows.append(by_class.shape[1])
-        self._row_bytes = 4 * by_class.shape[0]
+        self._batches.append((self._file.tell(), by_class.shape[1]))
         try:
             self._file.write(by_class.numpy().data)
             self._file.flush()
@@ -39,10 +37,9 @@ class ScoreFile:
 
     def read(self, first: int, *, count: int) -> torch.Tensor:
         """Return the scores of `count` classes, float32 [images, count]."""
-        parts, begin = list[torch.Tensor](), 0
-        for rows in self._rows:
+        parts: list[torch.Tensor] = []
+        for begin, rows in self._batches:
             self._file.seek(begin + 4 * first * rows)
             content = bytearray(self._file.read(4 * count * rows))
             parts.append(torch.frombuffer(content, dtype=torch.float32).view(count, rows).t())
-            begin += self._row_bytes * rows
         return torch.cat(parts)

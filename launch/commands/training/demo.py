@@ -90,8 +90,9 @@ def demo(
                 load_recipe(recipe, overrides=changes),
                 runs_root=runs,
                 difference=difference_to_parent(recipe, overrides=changes),
+                nursery=nursery or held.enter_context(open_nursery()),
             )
-            if code := run.execute(nursery=nursery or held.enter_context(open_nursery())):
+            if code := run.execute():
                 return code
             folders.append(run.folder)
             nursery = None  # it ended with its ranks
