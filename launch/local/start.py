@@ -62,7 +62,7 @@ def run_stage_locally(launch: Launch) -> int:
     with _rendezvous(launch.runs_root / launch.recipe.name) as folder:
         code, stop_was_asked = run_ranks(
             [*RANK_COMMAND, *rank_arguments(launch)],
-            [accelerator() | rank_environment(rank, ranks=n, rendezvous=folder) for rank in range(n)],
+            [rank_environment(rank, ranks=n, rendezvous=folder) | accelerator() for rank in range(n)],
             nursery=launch.nursery,
             on_stop=lambda: print(f"\n{STOPPING}", file=sys.stderr, flush=True),
         )
