@@ -5,7 +5,7 @@ well-tuned run on a Hopper GPU in bf16. They also set the number of workers, bef
 and batches are bound by the CPU that launches kernels (`host_seconds`).
 
 Reading scales one benchmark (launch/bench/records/data.txt: photographs of 107 kB and 0.2 megapixels, cropped to 224
-px, one Xeon core): decoding with an image's bytes, the rest with the crop's pixels (`launch.bench.data` for others).
+px, one EPYC core): decoding with an image's bytes, the rest with the crop's pixels (`launch.bench.data` for others).
 Too many workers cost only memory, too few make the GPU wait: hence a margin, and all cores but one for an unknown GPU.
 """
 
@@ -48,7 +48,7 @@ _TENSORS_PER_BLOCK, _OTHER_TENSORS = 12, 8
 MOST_WORKERS = 32  # started by `auto`; enough for one GPU and images of 0.2 megapixels
 _MARGIN = 1.3  # over the workers that just keep up, as images and scheduling vary
 _BENCH_IMAGE_BYTES, _BENCH_PIXELS = 107_000, 224
-_DECODE_MS, _REST_MS = 0.99, 0.36  # of the 1.35 ms of CPU time for an image
+_DECODE_MS, _REST_MS = 1.01, 0.26  # of the 1.27 ms of CPU time for an image
 
 
 @dataclass(frozen=True)
