@@ -8,6 +8,8 @@ Costs a few clock reads, and a thread that ends with the first step. On a GPU th
 once done. No torch here: it runs while torch is imported.
 """
 
+import os
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -20,9 +22,12 @@ _LEAST_SECONDS = 0.05  # shorter parts are left out of the summary
 
 def seconds_since_start() -> float:
     """Age of this process, to 0.01 s; 0 if the clock was set back."""
-    import psutil
+    from shardvit.pipeline.ranks.process import process_started
 
-    return max(0.0, time.time() - psutil.Process().create_time())
+    started, now = process_started(os.getpid()) or 0.0, time.time()
+    if sys.platform == "linux":  # in ticks since the boot, whose own time psutil knows to a second
+        started, now = started / os.sysconf("SC_CLK_TCK"), time.clock_gettime(time.CLOCK_BOOTTIME)
+    return max(0.0, now - started)
 
 
 class StartClock:

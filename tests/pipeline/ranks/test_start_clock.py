@@ -2,15 +2,19 @@
 
 import queue
 import re
+import subprocess
+import sys
 import threading
+import time
 from contextlib import closing
 
 import pytest
 
 from shardvit.pipeline.ranks import start_clock
-from shardvit.pipeline.ranks.start_clock import StartClock, seconds_since_start
+from shardvit.pipeline.ranks.start_clock import StartClock
 
 PATIENCE_SECONDS = 240.0
+TICK_SECONDS = 0.01
 
 
 def test_the_parts_add_up_and_are_told_once():
@@ -63,6 +67,11 @@ def test_a_rank_above_0_counts_in_silence():
     assert "first step after" in clock.describe()
 
 
-def test_a_process_knows_its_age():
-    first = seconds_since_start()
-    assert 0 < first <= seconds_since_start()
+def test_a_process_knows_its_age_to_a_clock_tick():
+    code = f"from time import monotonic as now\nfrom {start_clock.__name__} import seconds_since_start as age\n"
+    begun = time.monotonic()
+    command = [sys.executable, "-c", f"{code}print(now(), age(), now())"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        started = time.monotonic()
+        before, age, after = map(float, process.communicate()[0].split())
+    assert before - started <= age <= after - begun + TICK_SECONDS
