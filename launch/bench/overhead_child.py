@@ -187,7 +187,7 @@ def counted(case: Case, *, ranks: Ranks) -> Counted:
             phases = _phases(Operations)
             if not case.compiles:
                 ours.step(phases)
-        turns = {"ours": ours.step, "plain": reference.step}
+        turns: dict[str, Callable[[Any], None]] = {"ours": ours.step, "plain": reference.step}
         if case.sends_by_itself:
             turns["unsent"] = partial(_unsent, ours.step)
         spent = _by_turns(turns, times=case.timed_steps)
@@ -325,7 +325,7 @@ def _fuse() -> None:
 
 
 @functools.cache
-def _silent_group() -> distributed.ProcessGroup:
+def _silent_group() -> Any:
     import torch.testing._internal.distributed.fake_pg  # noqa: F401 - registers the backend
 
     return distributed.new_group(backend="fake")
@@ -340,7 +340,7 @@ def _unsent(step: Callable[[Any], None], counts: Any) -> None:
         return scatter(output, *inputs, group=group, **more)
 
     scatter = distributed.reduce_scatter_tensor
-    silent = {
+    silent: Any = {
         name: partial(getattr(distributed, name), group=group) for name in ("all_gather_into_tensor", "all_reduce")
     }
     with mock.patch.multiple(distributed, reduce_scatter_tensor=reduce_scatter, **silent):

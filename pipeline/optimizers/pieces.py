@@ -9,7 +9,7 @@ torch's fused optimizers: the host reads nothing, and a skipped step changes not
 import functools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -33,11 +33,11 @@ class Chunk:
     """Pieces of parameters, flattened, with their gradients, state, learning rates and weight decays."""
 
     shape: tuple[int, ...] | None  # of each piece; None: of any, as its law is elementwise
-    weights: Sequence[Tensor]
-    gradients: Sequence[Tensor]
-    states: Sequence[dict[str, Tensor]]
-    rates: Sequence[float]
-    decays: Sequence[float]
+    weights: tuple[Tensor, ...]
+    gradients: tuple[Tensor, ...]
+    states: tuple[dict[str, Tensor], ...]
+    rates: tuple[float, ...]
+    decays: tuple[float, ...]
 
     def state(self, name: str) -> list[Tensor]:
         return [each[name] for each in self.states]
