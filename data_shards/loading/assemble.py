@@ -62,9 +62,7 @@ class Access:
 class _Rows:
     """A batch in the making, and what makes its images; `draws` has each slot's random numbers."""
 
-    def __init__(
-        self, refs: SampleRefs, *, transform: TrainTransform | EvalTransform, draws: Sequence[Any] | NDArray[np.float64]
-    ) -> None:
+    def __init__(self, refs: SampleRefs, *, transform: TrainTransform | EvalTransform, draws: Any) -> None:
         count = len(refs.sample)
         self.transform, self.draws = transform, draws
         self.images = _empty_images(count, transform.image_size)

@@ -258,9 +258,7 @@ def _per_class(found: _Gathered, task: Classification) -> PerClass:
         of_rows = labels[rows]
         sums[number] = torch.bincount(of_rows[of_rows >= 0], minlength=num_classes)
     images, right = found.ranks.gather(sums.flatten()).sum(dim=0).long().view(2, num_classes).numpy()
-    precisions = (
-        found.average_precisions(labels=labels, num_classes=num_classes) if found.kept.scores is not None else None
-    )
+    precisions = found.kept.scores and found.average_precisions(labels=labels, num_classes=num_classes)
     return PerClass(images, right, scores.shares(right, of=images), precisions, answers=answers)
 
 

@@ -133,9 +133,7 @@ class PieceOptimizer(torch.optim.Optimizer, ABC):
         yield from (Chunk(shape, *zip(*pieces, strict=True)) for shape, pieces in filling.items())
 
 
-def _cut(
-    parameter: Tensor, state: dict[str, Tensor], *, size: int
-) -> Iterator[tuple[Tensor, Tensor, dict[str, Tensor]]]:
+def _cut(parameter: Tensor, state: dict[str, Tensor], *, size: int) -> Iterator[tuple[Any, ...]]:
     """Cut a parameter, its gradient and what of its state has its size."""
     count = parameter.numel()
     assert parameter.grad is not None

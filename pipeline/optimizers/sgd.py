@@ -1,7 +1,7 @@
 """SGD with momentum and decoupled weight decay, p <- p - lr * wd * p; torch adds wd * p to the gradient, which a
 momentum of 0.9 multiplies by ten. Elementwise, so ZeRO may cut parameters anywhere."""
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -24,19 +24,9 @@ class Sgd(PieceOptimizer):
         moments = chunk.state(self.moment) if chunk.states[0] else []
         rounds = moments and self.moment_type != torch.float32
         exact = chunk.cut(torch.cat(moments).float()) if rounds else moments
-        torch._fused_sgd_(
-            chunk.cut(change),
-            chunk.gradients,
-            exact,
-            lr=1.0,
-            momentum=rounded(self.defaults["momentum"], self.moment_type),
-            weight_decay=0.0,
-            dampening=0.0,
-            nesterov=False,
-            maximize=False,
-            is_first_step=False,
-            grad_scale=terms.divisor,
-            found_inf=terms.skip,
-        )
+        plain: dict[str, Any] = {"lr": 1.0, "weight_decay": 0.0, "dampening": 0.0, "nesterov": False, "maximize": False}
+        own = {"momentum": rounded(self.defaults["momentum"], self.moment_type), "is_first_step": False}
+        verdict = {"grad_scale": terms.divisor, "found_inf": terms.skip}
+        torch._fused_sgd_(chunk.cut(change), chunk.gradients, exact, **plain, **own, **verdict)
         if rounds:
             torch._foreach_copy_(moments, exact)
