@@ -14,6 +14,7 @@ Told to stop it saves and exits with 75, as a rank does. RUNS/NAME/orders.json m
 
 import argparse
 import json
+import os
 import signal
 import sys
 import time
@@ -55,6 +56,12 @@ def main() -> int:
         signal.signal(number, signal.SIG_IGN if orders["deaf"] else ask)
     begun = step = folder.record(options.stage).last_saved_step
     print(f"{options.stage} rank {place.rank} of {place.world_size} resumes from step {step}", flush=True)
+
+    # Together, as real ranks: one that is late would find what the first has saved meanwhile.
+    attempt = "-".join(os.environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "SLURM_STEP_ID"))
+    (folder.path / f"met-{attempt}-{place.rank}").touch()
+    while not asked and len(list(folder.path.glob(f"met-{attempt}-*"))) < place.world_size:
+        time.sleep(STEP_SECONDS / 10)
 
     def save(state: str) -> None:
         if place.is_main and not (orders["lose"] and state == "running"):
