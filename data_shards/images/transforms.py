@@ -130,7 +130,7 @@ class EvalTransform:
         return self.finish(image.pixels(self.box(image.height, image.width)), into=into)
 
     def box(self, height: int, width: int, *, draws: None = None) -> Box:
-        """Find the box to decode of an image of this size."""
+        """Find the box to decode of an image of this size. Nothing is random: `draws` are TrainTransform's alone."""
         if self.protocol in ("vit", "vit_exact"):
             return Box(top=0, left=0, height=height, width=width)
         return _without_far_ends(height, width)

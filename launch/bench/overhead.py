@@ -34,10 +34,10 @@ EVALUATION_BYTES = 150  # kept an image: its answers, and no batch
 
 Quantity = Literal[
     "operations", "in forward", "in backward", "in the step", "waits", "waits of a batch", "bytes made a parameter",
-    "bytes sent a parameter", "CPU to plain torch's", "the same, nothing sent", "graph breaks", "graphs",
+    "bytes sent a parameter", "CPU to plain torch's", "with nothing sent", "graph breaks", "graphs",
 ]  # fmt: skip
 _IN_WORDS: dict[Quantity, str] = {"operations": "operations outside the model", "waits": "waits for the device"}
-_INEXACT: tuple[Quantity, ...] = ("CPU to plain torch's", "the same, nothing sent")  # they depend on the machine's load
+_INEXACT: tuple[Quantity, ...] = ("CPU to plain torch's", "with nothing sent")  # they depend on the machine's load
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ _FAST: dict[Quantity, float] = {
     "operations": 150,
     "bytes sent a parameter": 4.01,
     "CPU to plain torch's": 1.2,
-    "the same, nothing sent": 1.2,
+    "with nothing sent": 1.2,
 }
 _ALONE: dict[Quantity, float] = {**_FAST, "in the step": 30, "bytes made a parameter": 6.1}
 _ON_DEVICE: dict[Quantity, float] = {**_QUIET, "in the step": 400}
@@ -127,7 +127,7 @@ def quantity(name: Quantity, one: Counted, *, case: Case) -> float | None:
         "bytes made a parameter": lambda: one.allocated_bytes / one.parameters,
         "bytes sent a parameter": lambda: sent_bytes_per_parameter(one, ranks=case.ranks),
         "CPU to plain torch's": lambda: _ratio(one.cpu_ms, one.plain_cpu_ms),
-        "the same, nothing sent": lambda: _ratio(one.unsent_cpu_ms, one.plain_cpu_ms),
+        "with nothing sent": lambda: _ratio(one.unsent_cpu_ms, one.plain_cpu_ms),
         "graph breaks": lambda: one.graph_breaks,
         "graphs": lambda: one.graphs,
     }

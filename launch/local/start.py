@@ -36,7 +36,7 @@ class Launch:
     stage: StageName
     processes: int  # of a training stage
     then: tuple[StageName, ...] = ()  # later stages in the same processes
-    nursery: Nursery | None = None  # forks the ranks of this machine, if there is one
+    nursery: Nursery | None = None  # forks the ranks; None, or once it has ended: each is started anew
 
     @property
     def stages(self) -> tuple[StageName, ...]:

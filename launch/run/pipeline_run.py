@@ -48,7 +48,7 @@ class PipelineRun:
     commands: Commands = "run"
     shards: Literal["needed", "if there"] = "needed"
     difference: str = ""  # to the recipe's parent
-    nursery: Nursery | None = None  # of the next launch, here
+    nursery: Nursery | None = None  # forks the ranks of the next launch on this machine
 
     @classmethod
     def open(
