@@ -7,12 +7,16 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from shardvit.data_shards.packing.pack import pack
 from shardvit.launch.local.nursery import Nursery, open_nursery
 from shardvit.launch.local.processes import RANK_COMMAND, rank_environment, run_ranks
+from shardvit.launch.run.pipeline_run import PipelineRun
+from shardvit.pipeline.recipe.io import load_recipe
 from shardvit.pipeline.recipe.vocabulary import EXIT_USER_ERROR
 from shardvit.pipeline.runs.run_folder import RunFolder
 from tests.conftest import ROOT
@@ -58,6 +62,19 @@ def test_two_forks_train_as_two_processes_do_to_the_last_bit(nursery: Nursery, r
     )
     assert forked == plain
     assert nursery._process.wait(240) == -signal.SIGKILL  # with its ranks
+
+
+def test_a_run_on_this_machine_starts_its_ranks_from_its_nursery(recipe: Path) -> None:
+    class Asked(Exception):
+        pass
+
+    def start(arguments: list[str], environ: dict[str, str]) -> None:
+        raise Asked(f"rank {environ['RANK']}: {arguments[0]}")
+
+    nursery: Any = SimpleNamespace(start=start)
+    run = PipelineRun.open(load_recipe(recipe), runs_root=recipe.parent / "runs", nursery=nursery)
+    with pytest.raises(Asked, match=r"rank 0: .*recipe\.yaml"):
+        run.execute()
 
 
 def test_exit_codes_come_through_and_it_outlives_its_ranks(nursery: Nursery, recipe: Path) -> None:
