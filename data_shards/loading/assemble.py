@@ -60,7 +60,7 @@ class Access:
 
 
 class _Rows:
-    """A batch in the making, and what makes its images; `draws` has each slot's random numbers."""
+    """A batch being assembled and its transform; `draws` holds each slot's random numbers."""
 
     def __init__(self, refs: SampleRefs, *, transform: TrainTransform | EvalTransform, draws: Any) -> None:
         count = len(refs.sample)

@@ -10,8 +10,8 @@ from shardvit.pipeline.optimizers.pieces import Chunk, PieceOptimizer, StepTerms
 
 
 class Sgd(PieceOptimizer):
-    """torch's fused kernel moves the momentum and a copy of the weights. As in optax, a momentum kept in bf16 applies
-    in float32 and decays by a factor in bf16. Has the default `momentum`; in float32 one of 0 has no state."""
+    """Update the momentum and a copy of the weights by torch's fused kernel. A momentum kept in bf16 is applied in
+    float32 and decays by a factor rounded to bf16, as in optax. A `momentum` of 0 in float32 keeps no state."""
 
     moment: ClassVar = "momentum_buffer"
 
