@@ -34,10 +34,11 @@ from shardvit.data_shards.vocabulary import (
     WorkerKind,
 )
 from shardvit.launch.api.options import PathLike
-from shardvit.pipeline.recipe.data import AugmentConfig, DataConfig
+from shardvit.pipeline.recipe.data import DataConfig
 from shardvit.pipeline.recipe.duration import in_steps, parse_duration
 from shardvit.pipeline.recipe.mistakes import mistakes
 from shardvit.pipeline.recipe.schema import lanes_of
+from shardvit.pipeline.recipe.stages.augment import AugmentConfig
 
 if TYPE_CHECKING:
     import torch
@@ -265,7 +266,7 @@ class ShardLoader:
     def _made(self, batch: Batch) -> LoadedBatch:
         import torch
 
-        from shardvit.pipeline.stage.task import model_input, targets
+        from shardvit.pipeline.stage.pixels import model_input, targets
 
         shards: ShardSet = self._stream.access.shards
         images = model_input(batch, device=self._device, dtype=torch.float32, normalisation=self._normalisation)

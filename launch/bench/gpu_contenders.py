@@ -216,7 +216,7 @@ def _ours(size: work.Size, meter: Meter, device: torch.device, *, place: Place =
     from shardvit.pipeline.engine.open import open_engine
     from shardvit.pipeline.kernels.settle import settled_kernels
     from shardvit.pipeline.recipe.stage_plan import plan_stage
-    from shardvit.pipeline.stage.task import make_task
+    from shardvit.pipeline.tasks.make_task import make_task
 
     recipe, (ranks, over) = recipe_of(size, ranks=place.world_size), _ranks(place)
     plan = plan_stage(recipe, stage="pretrain", samples_per_epoch=10**6, world_size=place.world_size)

@@ -42,7 +42,7 @@ from shardvit.pipeline.recipe.schema import Recipe
 from shardvit.pipeline.recipe.stage_plan import StagePlan, plan_stage
 from shardvit.pipeline.report.losses import LossWindow
 from shardvit.pipeline.stage.dropout_masks import draw_masks
-from shardvit.pipeline.stage.task import make_task
+from shardvit.pipeline.tasks.make_task import make_task
 
 DEPTH, WIDTH, HEADS, PATCH, SIZE, CLASSES, IMAGES = 24, 64, 2, 4, 8, 10, 2
 BUCKET_ELEMENTS = 99_000  # scaled to this model from 25 million for ViT-L: one block, as two have a little more

@@ -9,7 +9,7 @@ from shardvit.launch.pages.blocks import PageCell, PageTable, ShownNumber
 from shardvit.launch.pages.curves import metric_words, short, unit_of
 from shardvit.pipeline.pictures.paper.measured_runs import held_out_name
 from shardvit.pipeline.recipe.schema import Recipe
-from shardvit.pipeline.recipe.stage import TrainStage
+from shardvit.pipeline.recipe.stages.train_stage import TrainStage
 from shardvit.pipeline.recipe.vocabulary import METRICS, OWN_SET, StageName
 from shardvit.pipeline.report.best import SCORES
 from shardvit.pipeline.runs.read import Run, RunStage

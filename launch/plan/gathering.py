@@ -16,7 +16,7 @@ from shardvit.pipeline.budget.length import stage_length
 from shardvit.pipeline.budget.warnings import engine_warnings, stage_warnings
 from shardvit.pipeline.recipe.duration import parse_duration
 from shardvit.pipeline.recipe.schema import Recipe
-from shardvit.pipeline.recipe.stage import MaskedPatchStage
+from shardvit.pipeline.recipe.stages.pretraining import MaskedPatchStage
 from shardvit.pipeline.recipe.vocabulary import StageName
 
 DRIVER = Path("/proc/driver/nvidia/gpus")  # GPU/information for each GPU

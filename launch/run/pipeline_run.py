@@ -26,7 +26,7 @@ from shardvit.pipeline.checkpoint.identity import check_newest, checkpoint_ident
 from shardvit.pipeline.checkpoint.mend_record import mend_records
 from shardvit.pipeline.own_code.by_path import own_digests
 from shardvit.pipeline.recipe.schema import Recipe
-from shardvit.pipeline.recipe.stage import TrainStage
+from shardvit.pipeline.recipe.stages.train_stage import TrainStage
 from shardvit.pipeline.recipe.vocabulary import EXIT_STOPPED, EXIT_USER_ERROR, StageName
 from shardvit.pipeline.report.best import describe_results
 from shardvit.pipeline.runs.run_folder import RunFolder, check_inputs

@@ -12,7 +12,7 @@ from shardvit.model.counting.cost import VALUE_BYTES, linear
 from shardvit.model.counting.flops import account
 from shardvit.model.vocabulary import COLOURS
 from shardvit.pipeline.recipe.schema import EngineConfig
-from shardvit.pipeline.recipe.stage import TrainStage
+from shardvit.pipeline.recipe.stages.train_stage import TrainStage
 
 # Autocast (accelerate) keeps norms' inputs in float32: 36 two-byte values for bf16's 32 (measured: 36.2 for B/16).
 _AUTOCAST = 36 / 32

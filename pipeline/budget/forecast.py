@@ -33,8 +33,8 @@ from shardvit.pipeline.budget.speed import (
 from shardvit.pipeline.checkpoint.disk_space import estimate_bytes
 from shardvit.pipeline.engine.zero_config import bucket_elements, least_piece_elements, overlaps, takes_flat_step
 from shardvit.pipeline.recipe.schema import Recipe
-from shardvit.pipeline.recipe.stage import TrainStage
 from shardvit.pipeline.recipe.stage_plan import StagePlan
+from shardvit.pipeline.recipe.stages.train_stage import TrainStage
 from shardvit.pipeline.recipe.vocabulary import OPTIMIZERS, StageName
 
 _ACTIVATIONS: tuple[Activations, ...] = ("all", "checkpointed")

@@ -39,8 +39,8 @@ from shardvit.pipeline.budget.gpus import GB, Gpu
 from shardvit.pipeline.engine.zero_config import deepspeed_config, overlaps, takes_flat_step
 from shardvit.pipeline.recipe.optimizer import OptimizerConfig
 from shardvit.pipeline.recipe.schema import EngineConfig
-from shardvit.pipeline.recipe.stage import EmaConfig
 from shardvit.pipeline.recipe.stage_plan import StagePlan
+from shardvit.pipeline.recipe.stages.train_stage import EmaConfig
 from shardvit.pipeline.recipe.vocabulary import AVERAGE_BYTES, MASTER_BYTES, WEIGHT_BYTES
 
 ZeroStage = Literal[0, 1, 2, 3]

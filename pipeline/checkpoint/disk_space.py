@@ -13,7 +13,7 @@ from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.text import show_bytes
 from shardvit.pipeline.recipe.optimizer import OptimizerConfig
 from shardvit.pipeline.recipe.schema import EngineConfig
-from shardvit.pipeline.recipe.stage import EmaConfig
+from shardvit.pipeline.recipe.stages.train_stage import EmaConfig
 from shardvit.pipeline.recipe.vocabulary import AVERAGE_BYTES, MASTER_BYTES, WEIGHT_BYTES
 
 _RESERVE_BYTES = 1 << 30

@@ -20,8 +20,8 @@ from shardvit.pipeline.engine.saved_state.portable import PortableState, open_sh
 from shardvit.pipeline.engine.saved_state.state_files import StateFile
 from shardvit.pipeline.engine.weight_norms import WeightNorms
 from shardvit.pipeline.ranks.group import Ranks
-from shardvit.pipeline.recipe.stage import TrainStage
 from shardvit.pipeline.recipe.stage_plan import StagePlan
+from shardvit.pipeline.recipe.stages.train_stage import TrainStage
 from shardvit.pipeline.recipe.vocabulary import OPTIMIZERS
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}  # by `engine.precision`

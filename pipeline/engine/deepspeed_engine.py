@@ -39,8 +39,8 @@ from shardvit.pipeline.optimizers.optim import build_optimizer
 from shardvit.pipeline.optimizers.parameter_groups import parameter_groups
 from shardvit.pipeline.ranks.group import Ranks
 from shardvit.pipeline.recipe.schema import EngineConfig
-from shardvit.pipeline.recipe.stage import TrainStage
 from shardvit.pipeline.recipe.stage_plan import StagePlan
+from shardvit.pipeline.recipe.stages.train_stage import TrainStage
 
 _LINEAR = nn.functional.linear  # ZeRO 3 replaces it process-wide
 

@@ -25,8 +25,8 @@ from shardvit.pipeline.engine.zero_config import bucket_elements
 from shardvit.pipeline.optimizers.optim import build_optimizer
 from shardvit.pipeline.ranks.group import Ranks
 from shardvit.pipeline.recipe.schema import EngineConfig
-from shardvit.pipeline.recipe.stage import TrainStage
 from shardvit.pipeline.recipe.stage_plan import StagePlan
+from shardvit.pipeline.recipe.stages.train_stage import TrainStage
 
 _NORM_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_ and DeepSpeed
 _GROWTH_INTERVAL = 1000  # steps until the loss scale doubles, as in DeepSpeed's ZeRO 1 to 3

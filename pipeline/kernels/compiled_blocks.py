@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from shardvit.data_shards.errors import UserError
 from shardvit.pipeline.recipe.schema import Recipe
-from shardvit.pipeline.recipe.stage import TrainStage
+from shardvit.pipeline.recipe.stages.train_stage import TrainStage
 
 _MOST_GRAPHS = 64  # torch's limit of 8 also counts graphs of frozen and other parts
 _BEFORE_BLOCKS = ("patch_embed.", "pos_embed", "cls_token", "mask_token", "position.")

@@ -14,7 +14,7 @@ from shardvit.pipeline.pictures.evaluated import percent
 from shardvit.pipeline.pictures.grid import Cell, image_grid
 from shardvit.pipeline.pictures.held_out_images import held_out_images
 from shardvit.pipeline.pictures.style import Drawn
-from shardvit.pipeline.recipe.stage import MaskedPatchStage
+from shardvit.pipeline.recipe.stages.pretraining import MaskedPatchStage
 from shardvit.pipeline.recipe.vocabulary import OWN_SET
 from shardvit.pipeline.runs.pictures import DrawRequest, Picture
 
@@ -73,7 +73,8 @@ def fill_in(request: DrawRequest) -> FilledIn | None:
 
     from shardvit.model.masked_patch import colour_classes
     from shardvit.model.saved.model_folder import build_from_saved
-    from shardvit.pipeline.stage.task import corruption_held_out, model_input
+    from shardvit.pipeline.stage.pixels import model_input
+    from shardvit.pipeline.tasks.patch_corruption import corruption_held_out
 
     recipe = request.recipe
     batch = held_out_images(request, set_name=OWN_SET, samples=range(_IMAGES))

@@ -30,16 +30,16 @@ from shardvit.data_shards.vocabulary import GOOGLES, Normalisation, RandomStream
 from shardvit.pipeline.pictures.grid import MOST_LABELS, Cell, image_grid, label_names, whole_percent
 from shardvit.pipeline.pictures.style import Drawn, keep_drawn
 from shardvit.pipeline.ranks.place import Place
-from shardvit.pipeline.recipe.data import AugmentConfig
 from shardvit.pipeline.recipe.schema import Recipe
-from shardvit.pipeline.recipe.stage import MaskedPatchStage
 from shardvit.pipeline.recipe.stage_plan import StagePlan, plan_stage
+from shardvit.pipeline.recipe.stages.augment import AugmentConfig
+from shardvit.pipeline.recipe.stages.pretraining import MaskedPatchStage
 from shardvit.pipeline.recipe.vocabulary import StageName
 from shardvit.pipeline.runs.pictures import DrawRequest, Picture, kept_pictures
 from shardvit.pipeline.runs.run_folder import RunFolder
 from shardvit.pipeline.stage.batches import eval_transform, train_stream, train_transform
+from shardvit.pipeline.stage.pixels import model_input, targets
 from shardvit.pipeline.stage.stage_data import Stage, StageData, open_data
-from shardvit.pipeline.stage.task import model_input, targets
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

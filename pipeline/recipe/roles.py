@@ -18,7 +18,7 @@ from typing import Any
 from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.text import one_line
 from shardvit.pipeline.recipe.schema import Recipe
-from shardvit.pipeline.recipe.stage import TrainStage
+from shardvit.pipeline.recipe.stages.train_stage import TrainStage
 from shardvit.pipeline.recipe.vocabulary import StageName
 from shardvit.pipeline.recipe.yaml_text import read_yaml_file
 

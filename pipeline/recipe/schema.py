@@ -9,7 +9,9 @@ from pydantic import Field, field_validator, model_validator
 from shardvit.model.config import ModelConfig
 from shardvit.pipeline.recipe.data import MOST_LANES, DataConfig
 from shardvit.pipeline.recipe.duration import Strict
-from shardvit.pipeline.recipe.stage import MOST_SECONDS, MaskedPatchStage, Stages, TrainStage
+from shardvit.pipeline.recipe.stages.finetuning import Stages
+from shardvit.pipeline.recipe.stages.pretraining import MaskedPatchStage
+from shardvit.pipeline.recipe.stages.train_stage import MOST_SECONDS, TrainStage
 from shardvit.pipeline.recipe.vocabulary import OPTIMIZERS, AttentionKernel, SinkName, StageName
 
 FEW_PROCESSES = 256  # most for which `data.lanes: auto` ignores their number

@@ -12,7 +12,8 @@ from shardvit.data_shards.vocabulary import LabelKind
 from shardvit.pipeline.recipe.duration import in_steps, parse_duration
 from shardvit.pipeline.recipe.optimizer import Schedule
 from shardvit.pipeline.recipe.schema import Recipe
-from shardvit.pipeline.recipe.stage import PretrainStage, RollbackConfig, TrainStage
+from shardvit.pipeline.recipe.stages.pretraining import PretrainStage
+from shardvit.pipeline.recipe.stages.train_stage import RollbackConfig, TrainStage
 from shardvit.pipeline.recipe.vocabulary import OF_ONE_LABEL, OF_SEVERAL_LABELS, EvalMetric, StageName
 
 

@@ -16,7 +16,7 @@ from shardvit.data_shards.loading.mixing import MixupConfig
 from shardvit.data_shards.shards.shard_set import ShardSet
 from shardvit.pipeline.own_code.by_path import OwnCode, load_own, own_traceback, shown
 from shardvit.pipeline.ranks.place import Place
-from shardvit.pipeline.recipe.stage import TrainStage
+from shardvit.pipeline.recipe.stages.train_stage import TrainStage
 from shardvit.pipeline.stage.stage_data import Stage
 
 

@@ -20,8 +20,9 @@ from shardvit.pipeline.own_code.by_path import own_digests
 from shardvit.pipeline.recipe.data import FewShotConfig, ShardsConfig
 from shardvit.pipeline.recipe.roles import missing_paths
 from shardvit.pipeline.recipe.schema import Recipe
-from shardvit.pipeline.recipe.stage import MaskedPatchStage, PretrainStage, TrainStage
 from shardvit.pipeline.recipe.stage_plan import StagePlan, chosen_metrics
+from shardvit.pipeline.recipe.stages.pretraining import MaskedPatchStage, PretrainStage
+from shardvit.pipeline.recipe.stages.train_stage import TrainStage
 from shardvit.pipeline.recipe.vocabulary import OWN_SET, EvalMetric, StageName
 from shardvit.pipeline.runs.run_folder import RunFolder, StageRecord
 

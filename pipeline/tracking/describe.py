@@ -18,7 +18,8 @@ from shardvit.model.config import ModelConfig
 from shardvit.model.counting.flops import account
 from shardvit.pipeline.recipe.io import flatten
 from shardvit.pipeline.recipe.schema import Recipe
-from shardvit.pipeline.recipe.stage import MaskedPatchStage, PretrainStage, TrainStage
+from shardvit.pipeline.recipe.stages.pretraining import MaskedPatchStage, PretrainStage
+from shardvit.pipeline.recipe.stages.train_stage import TrainStage
 from shardvit.pipeline.recipe.vocabulary import MLFLOW_FACTS_FILE, RECIPE_FILE, REPLACED_FOLDER, StageName
 from shardvit.pipeline.runs.run_folder import RunFolder
 from shardvit.pipeline.runs.written_by import source_tags

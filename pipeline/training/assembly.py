@@ -28,7 +28,7 @@ from shardvit.pipeline.ranks.stopping import Requests
 from shardvit.pipeline.ranks.watch import Watch
 from shardvit.pipeline.recipe.io import dump_recipe
 from shardvit.pipeline.recipe.schema import EngineConfig
-from shardvit.pipeline.recipe.stage import TrainStage
+from shardvit.pipeline.recipe.stages.train_stage import TrainStage
 from shardvit.pipeline.recipe.vocabulary import CORRUPT_SAMPLES_FILE, MASTER_BYTES, METRICS_FILE, WeightsKind
 from shardvit.pipeline.report.best import best_results, describe_best
 from shardvit.pipeline.report.reporter import Report

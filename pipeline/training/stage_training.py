@@ -19,7 +19,7 @@ from shardvit.pipeline.stage.data_record import check_data, keep_data
 from shardvit.pipeline.stage.initial_model import StageStart, stage_model
 from shardvit.pipeline.stage.stage_data import Stage
 from shardvit.pipeline.stage.start_summary import describe_start
-from shardvit.pipeline.stage.task import make_task, task_outputs
+from shardvit.pipeline.tasks.make_task import make_task, task_outputs
 from shardvit.pipeline.training.assembly import check_disk, make_job, make_phases, write_result
 from shardvit.pipeline.training.rollback import record_rollback, restore
 from shardvit.pipeline.training.train_loop import train

@@ -30,8 +30,10 @@ from shardvit.pipeline.checkpoint.train_state import TrainState
 from shardvit.pipeline.engine.saved_state.frozen import freeze
 from shardvit.pipeline.own_code.by_path import shown
 from shardvit.pipeline.recipe.schema import Recipe
-from shardvit.pipeline.recipe.stage import FinetuneStage, MaskedPatchStage, PretrainStage, TrainStage
 from shardvit.pipeline.recipe.stage_plan import plan_stage
+from shardvit.pipeline.recipe.stages.finetuning import FinetuneStage
+from shardvit.pipeline.recipe.stages.pretraining import MaskedPatchStage, PretrainStage
+from shardvit.pipeline.recipe.stages.train_stage import TrainStage
 from shardvit.pipeline.recipe.vocabulary import StageName
 from shardvit.pipeline.report.reporter import attempt_events, attempt_log
 from shardvit.pipeline.runs.run_folder import check_model, weights_digest
@@ -41,7 +43,7 @@ from shardvit.pipeline.stage.data_record import kept_manifests
 from shardvit.pipeline.stage.data_workers import expect_data_workers
 from shardvit.pipeline.stage.initial_model import StageStart, model_from_elsewhere
 from shardvit.pipeline.stage.stage_data import Stage, open_data
-from shardvit.pipeline.stage.task import task_outputs
+from shardvit.pipeline.tasks.make_task import task_outputs
 from shardvit.pipeline.training.stage_training import train_stage
 from shardvit.pipeline.using.start_weights import load_weights
 

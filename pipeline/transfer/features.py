@@ -42,7 +42,7 @@ from shardvit.data_shards.vocabulary import GOOGLES, Normalisation, RandomStream
 from shardvit.model.layers.head import MlpHead
 from shardvit.pipeline.ranks.start_clock import StartClock
 from shardvit.pipeline.recipe.vocabulary import FeatureLayer
-from shardvit.pipeline.stage.task import model_input
+from shardvit.pipeline.stage.pixels import model_input
 from shardvit.pipeline.using.predict import Predictor
 
 _FORMAT = 1

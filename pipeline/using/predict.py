@@ -31,7 +31,7 @@ from shardvit.model.loss import probabilities
 from shardvit.model.saved.model_folder import SavedModelMeta, build_described
 from shardvit.pipeline.ranks.process import settle_threads
 from shardvit.pipeline.recipe.vocabulary import WeightsKind
-from shardvit.pipeline.stage.task import model_input
+from shardvit.pipeline.stage.pixels import model_input
 from shardvit.pipeline.using.find_model import find_model
 from shardvit.pipeline.using.hub import local_weights
 

@@ -21,7 +21,7 @@ from shardvit.data_shards.shards.labels import LabelSpec
 from shardvit.data_shards.shards.shard_set import ShardEntry, ShardSet, ShardTable, merge_shard_sets
 from shardvit.data_shards.shards.tar_index import build_index, index_path, write_index
 from shardvit.data_shards.vocabulary import WorkerKind
-from shardvit.pipeline.stage.task import model_input, targets
+from shardvit.pipeline.stage.pixels import model_input, targets
 from tests.data_shards.external_tars import png, write_tar
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")

@@ -24,7 +24,7 @@ from shardvit.data_shards.packing.sources.label_list import LabelList
 from shardvit.pipeline.recipe.io import dump_recipe, flatten, load_recipe
 from shardvit.pipeline.recipe.schema import Recipe
 from shardvit.pipeline.recipe.sources import finetune_sets, shipped_recipes
-from shardvit.pipeline.recipe.stage import TrainStage
+from shardvit.pipeline.recipe.stages.train_stage import TrainStage
 from shardvit.pipeline.runs.logs import read_metrics
 from tests.conftest import ROOT
 

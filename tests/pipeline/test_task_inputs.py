@@ -13,7 +13,7 @@ from shardvit.data_shards.images.crops import Box
 from shardvit.data_shards.loading.batch import Batch
 from shardvit.data_shards.loading.mixing import Mix, MixupConfig, draw_mix
 from shardvit.data_shards.vocabulary import LabelKind
-from shardvit.pipeline.stage.task import model_input, targets
+from shardvit.pipeline.stage.pixels import model_input, targets
 
 law = settings(max_examples=60, deadline=None)  # a deadline measures how busy the machine is
 CPU = torch.device("cpu")

@@ -18,7 +18,9 @@ from shardvit.launch.bench.operations import Operations, count
 from shardvit.model.loss import loss_function
 from shardvit.model.vocabulary import COLOURS, LossKind
 from shardvit.pipeline.evaluation.evaluate import run_model
-from shardvit.pipeline.stage.task import Classification, MaskedPatches, Task, to_device
+from shardvit.pipeline.stage.pixels import to_device
+from shardvit.pipeline.stage.task import Classification, Task
+from shardvit.pipeline.tasks.patch_corruption import MaskedPatches
 
 META = torch.device("meta")
 COUNT, SIZE, PATCH = 6, 12, 3

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from shardvit.pipeline.recipe.stage import EmaConfig
+from shardvit.pipeline.recipe.stages.train_stage import EmaConfig
 
 AVERAGE = "average"  # its name next to moments in a saved state
 Number = TypeVar("Number", float, Tensor)

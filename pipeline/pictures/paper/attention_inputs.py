@@ -28,7 +28,7 @@ from shardvit.model.loss import probabilities as of_logits
 from shardvit.model.saved.model_folder import SavedModelMeta
 from shardvit.pipeline.pictures.held_out_images import read_samples
 from shardvit.pipeline.pictures.paper.weight_figures import evenly
-from shardvit.pipeline.stage.task import model_input
+from shardvit.pipeline.stage.pixels import model_input
 
 PAPERS_IMAGES = 128  # of attention distance: ViT paper, appendix D
 SHOWN_IMAGES = 8

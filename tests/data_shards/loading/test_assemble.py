@@ -22,7 +22,7 @@ from shardvit.data_shards.reading.opening import open_shards
 from shardvit.data_shards.shards.shard_set import ShardSet, ShardsSpec
 from shardvit.data_shards.shards.tar_index import open_index, read_index
 from shardvit.data_shards.vocabulary import WorkerKind
-from shardvit.pipeline.stage.task import targets
+from shardvit.pipeline.stage.pixels import targets
 from tests.data_shards.external_tars import png, read_all, write_tar
 from tests.data_shards.images.pictures import photograph
 from tests.data_shards.streams import (

@@ -17,8 +17,8 @@ from shardvit.pipeline.recipe.io import load_recipe
 from shardvit.pipeline.recipe.stage_plan import plan_stage
 from shardvit.pipeline.runs.run_folder import RunFolder
 from shardvit.pipeline.stage.batches import train_stream
+from shardvit.pipeline.stage.pixels import model_input
 from shardvit.pipeline.stage.stage_data import Stage, open_data
-from shardvit.pipeline.stage.task import model_input
 
 SIZES: dict[str, Any] = {"batch_size": 24, "image_size": 16}
 STRONG = {"mixup_alpha": 0.2, "rand_augment": {"magnitude": 9}}

@@ -10,7 +10,7 @@ from shardvit.model.config import ModelConfig
 from shardvit.model.masked_patch import build_masked_patch
 from shardvit.pipeline.budget.cost import stage_cost
 from shardvit.pipeline.recipe.schema import EngineConfig
-from shardvit.pipeline.recipe.stage import MaskedPatchStage
+from shardvit.pipeline.recipe.stages.pretraining import MaskedPatchStage
 from tests.pipeline.budget.planning import forecast, recipe
 from tests.small_recipe import small_stage
 

@@ -10,7 +10,7 @@ from shardvit.pipeline.budget.memory import ZERO_STAGES, State, ZeroStage, state
 from shardvit.pipeline.engine.zero_config import deepspeed_config
 from shardvit.pipeline.recipe.optimizer import OptimizerConfig
 from shardvit.pipeline.recipe.schema import EngineConfig
-from shardvit.pipeline.recipe.stage import EmaConfig
+from shardvit.pipeline.recipe.stages.train_stage import EmaConfig
 from tests.pipeline.budget.planning import forecast, recipe, stage_plan
 
 ADAMW = OptimizerConfig(name="adamw", lr=0.001)

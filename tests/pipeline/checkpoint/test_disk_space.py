@@ -10,7 +10,7 @@ from shardvit.pipeline.checkpoint import disk_space
 from shardvit.pipeline.checkpoint.disk_space import check_free_space, estimate_bytes, free_bytes, spare_host_bytes
 from shardvit.pipeline.recipe.optimizer import OptimizerConfig
 from shardvit.pipeline.recipe.schema import EngineConfig
-from shardvit.pipeline.recipe.stage import EmaConfig
+from shardvit.pipeline.recipe.stages.train_stage import EmaConfig
 
 GIB = 1 << 30
 

@@ -17,7 +17,7 @@ from shardvit.pipeline.ranks.group import Ranks
 from shardvit.pipeline.ranks.place import Place
 from shardvit.pipeline.recipe.optimizer import OptimizerConfig
 from shardvit.pipeline.recipe.schema import EngineConfig
-from shardvit.pipeline.recipe.stage import EmaConfig
+from shardvit.pipeline.recipe.stages.train_stage import EmaConfig
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adamw": {"name": "adamw"},

@@ -21,7 +21,7 @@ from shardvit.pipeline.evaluation.evaluate import Evaluated, keep_evaluations
 from shardvit.pipeline.evaluation.own_metrics import OwnMetrics
 from shardvit.pipeline.recipe.stage_plan import chosen_metrics
 from shardvit.pipeline.runs.evaluations import evaluations, load_evaluation
-from shardvit.pipeline.stage.task import model_input
+from shardvit.pipeline.stage.pixels import model_input
 from tests.pipeline.runs.test_evaluations import same
 from tests.workers import run_ranks
 

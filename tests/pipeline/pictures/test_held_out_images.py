@@ -35,7 +35,7 @@ from shardvit.pipeline.runs.pictures import DrawRequest, kept_pictures
 from shardvit.pipeline.runs.run_folder import RunFolder
 from shardvit.pipeline.stage.batches import eval_transform
 from shardvit.pipeline.stage.initial_model import StageStart, stage_model
-from shardvit.pipeline.stage.task import MaskedPatches
+from shardvit.pipeline.tasks.patch_corruption import MaskedPatches
 from tests.pipeline.pictures.evaluated_sets import HOSTILE, evaluation_of
 
 IMAGES, DAMAGED = 40, 5

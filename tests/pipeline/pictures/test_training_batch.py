@@ -26,7 +26,7 @@ from shardvit.pipeline.runs.pictures import DrawRequest, kept_pictures
 from shardvit.pipeline.runs.run_folder import RunFolder, StageRecord
 from shardvit.pipeline.stage.batches import train_stream
 from shardvit.pipeline.stage.stage_data import Stage, StageData, open_data
-from shardvit.pipeline.stage.task import make_task
+from shardvit.pipeline.tasks.make_task import make_task
 from shardvit.pipeline.training.train_loop import train
 from tests import looping
 

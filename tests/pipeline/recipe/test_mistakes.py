@@ -215,10 +215,11 @@ def test_no_kind_of_value_at_any_key_is_answered_in_the_words_of_a_library(file:
 
 
 def _fields(key: str, place: str) -> list[str]:
-    from shardvit.pipeline.recipe.data import AugmentConfig, CacheRecipe, DataConfig
+    from shardvit.pipeline.recipe.data import CacheRecipe, DataConfig
     from shardvit.pipeline.recipe.optimizer import OptimizerConfig
     from shardvit.pipeline.recipe.schema import EngineConfig
-    from shardvit.pipeline.recipe.stage import PretrainStage
+    from shardvit.pipeline.recipe.stages.augment import AugmentConfig
+    from shardvit.pipeline.recipe.stages.pretraining import PretrainStage
 
     of = {
         ("data", ""): DataConfig,

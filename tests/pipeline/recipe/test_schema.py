@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from shardvit.pipeline.recipe.io import differences, flatten, load_recipe
 from shardvit.pipeline.recipe.optimizer import OptimizerConfig, ScheduleConfig
 from shardvit.pipeline.recipe.schema import Recipe
-from shardvit.pipeline.recipe.stage import MaskedPatchStage
+from shardvit.pipeline.recipe.stages.pretraining import MaskedPatchStage
 from shardvit.pipeline.runs.run_folder import recipe_digest
 from tests.small_recipe import small_stage
 

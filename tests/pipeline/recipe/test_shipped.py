@@ -8,7 +8,7 @@ from shardvit.pipeline.recipe.io import load_recipe
 from shardvit.pipeline.recipe.roles import ROLES, role_of
 from shardvit.pipeline.recipe.schema import Recipe
 from shardvit.pipeline.recipe.sources import finetune_sets, shipped_recipes
-from shardvit.pipeline.recipe.stage import TrainStage
+from shardvit.pipeline.recipe.stages.train_stage import TrainStage
 
 GOOGLES = [
     name for name, path in shipped_recipes().items() if path.parent.name in ("paper", "augreg", "plain", "scaling")

@@ -19,15 +19,10 @@ from shardvit.model.masked_patch import colour_classes
 from shardvit.model.vocabulary import COLOURS
 from shardvit.pipeline.evaluation.evaluate import evaluate
 from shardvit.pipeline.recipe.schema import Recipe
-from shardvit.pipeline.stage.task import (
-    Classification,
-    Example,
-    MaskedPatches,
-    make_task,
-    model_input,
-    targets,
-    task_outputs,
-)
+from shardvit.pipeline.stage.pixels import model_input, targets
+from shardvit.pipeline.stage.task import Classification, Example
+from shardvit.pipeline.tasks.make_task import make_task, task_outputs
+from shardvit.pipeline.tasks.patch_corruption import MaskedPatches
 from tests.data_shards.streams import SIZE, STEPS, micro_batches, pack_noise
 from tests.own_training import write_example
 from tests.small_recipe import small_recipe, small_stage

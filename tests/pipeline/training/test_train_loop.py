@@ -15,7 +15,7 @@ from shardvit.pipeline.checkpoint.train_state import RollBack, TrainState
 from shardvit.pipeline.ranks.slow_rank import Slowest
 from shardvit.pipeline.ranks.stopping import Requests, StopOrSave
 from shardvit.pipeline.recipe.optimizer import Schedule
-from shardvit.pipeline.recipe.stage import RollbackConfig
+from shardvit.pipeline.recipe.stages.train_stage import RollbackConfig
 from shardvit.pipeline.report.losses import Spike
 from shardvit.pipeline.training.after_step import TrainingFailed
 from shardvit.pipeline.training.train_loop import train

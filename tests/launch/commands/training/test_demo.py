@@ -13,7 +13,7 @@ from shardvit.model.formats.export import formats_of
 from shardvit.model.vocabulary import ExportFormat
 from shardvit.pipeline.recipe.io import load_recipe
 from shardvit.pipeline.recipe.schema import Recipe
-from shardvit.pipeline.recipe.stage import FinetuneStage
+from shardvit.pipeline.recipe.stages.finetuning import FinetuneStage
 from shardvit.pipeline.runs.run_folder import RunFolder
 from shardvit.pipeline.stage.initial_model import StageStart, stage_model
 from tests.conftest import ROOT

@@ -12,7 +12,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from shardvit.launch.bench.operations import Operations
 from shardvit.pipeline.engine.saved_state import average as average_module
 from shardvit.pipeline.engine.saved_state.average import WeightAverage, decay_at
-from shardvit.pipeline.recipe.stage import EmaConfig
+from shardvit.pipeline.recipe.stages.train_stage import EmaConfig
 
 STEPS = 50
 APPLIED = torch.tensor(1.0)

@@ -22,7 +22,7 @@ from shardvit.pipeline.pictures.paper.model_figures import built, figures_of_att
 from shardvit.pipeline.pictures.paper.weight_figures import evenly, tiled
 from shardvit.pipeline.pictures.style import keep_picture
 from shardvit.pipeline.runs.pictures import kept_pictures
-from shardvit.pipeline.stage.task import model_input
+from shardvit.pipeline.stage.pixels import model_input
 from shardvit.pipeline.using.find_model import FoundModel
 from tests.model.comparing import randomise
 

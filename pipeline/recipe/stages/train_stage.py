@@ -1,4 +1,4 @@
-"""Recipe keys of each stage, and which stages go together. No torch."""
+"""Recipe keys that all training stages share. No torch."""
 
 import difflib
 import re
@@ -12,23 +12,14 @@ from shardvit.data_shards.vocabulary import EvalProtocol
 from shardvit.model.config import Regularisation
 from shardvit.model.vocabulary import LOSSES, DropoutMasks, HeadKind, InitStyle, LossKind
 from shardvit.pipeline.own_code.by_path import OwnCode
-from shardvit.pipeline.recipe.data import (
-    MOST_SIDE,
-    AugmentConfig,
-    FewShotConfig,
-    OneSet,
-    SomeSets,
-    several,
-    without_secrets,
-)
+from shardvit.pipeline.recipe.data import MOST_SIDE, OneSet, SomeSets, several, without_secrets
 from shardvit.pipeline.recipe.duration import DurationText, Strict
 from shardvit.pipeline.recipe.optimizer import OptimizerConfig, ScheduleConfig
+from shardvit.pipeline.recipe.stages.augment import AugmentConfig
 from shardvit.pipeline.recipe.vocabulary import (
-    ALL_STAGES,
     METRICS,
     OF_SEVERAL_LABELS,
     EvalMetric,
-    StageName,
     WeightsKind,
 )
 
@@ -277,109 +268,3 @@ class TrainStage(Strict):
         """Name the held-out metric of the model's weights (plain or EMA); `score`: loss, top1 or accuracy."""
         average = self.ema is not None and self.ema.model == "ema"
         return f"val/{'ema_' if average else ''}{score}"
-
-
-class MaskedPatchStage(TrainStage):
-    """Self-supervised pre-training: predict colours of corrupted patches (ViT paper, appendix B.1.2)."""
-
-    init: Init = "google"
-    """Initial weights as in vision_transformer (google), big_vision (other learned positions) or timm; or weights to
-    start from: a run, stage, checkpoint, a file or folder of any format, hf-hub:OWNER/NAME or https:."""
-
-    @property
-    def head_kind(self) -> StageHead:
-        return "masked_patch"
-
-    def problems(self) -> Iterator[str]:
-        yield from super().problems()
-        why = "with masked patch prediction"
-        yield from self.ignored("loss", "label_smoothing", "patch_dropout", "metrics", "task", why=why)
-        yield from self.augment.ignored("mixup_alpha", "cutmix_alpha", why=why, group="augment.")
-
-
-class PretrainStage(TrainStage):
-    """Supervised pre-training, by default with a head of one hidden layer."""
-
-    head: HeadKind = "mlp"
-    """mlp: one hidden layer (ViT paper); linear: none (Google's GAP models, BiT's ResNets)."""
-    head_bias: float = 0.0
-    """Initial bias of the last layer; Google uses -10 with the sigmoid loss (ImageNet-21k)."""
-    init: Init = "google"
-    """Initial weights as in vision_transformer (google), big_vision (other learned positions) or timm; or weights to
-    start from: a run, stage, checkpoint, a file or folder of any format, hf-hub:OWNER/NAME or https:."""
-    few_shot: tuple[FewShotConfig, ...] = Field(default=(), max_length=100)
-    """Small data sets for few-shot accuracy at evaluations."""
-
-    @property
-    def head_kind(self) -> StageHead:
-        return self.head
-
-    def problems(self) -> Iterator[str]:
-        yield from super().problems()
-        names = [each.name for each in self.few_shot]
-        if twice := sorted({name for name in names if names.count(name) > 1}):
-            yield f"few_shot names {twice[0]} twice: give each set its own name"
-
-
-class SwapHeadStage(Strict):
-    """Replace the pre-training head with a zero-initialised linear layer for the fine-tuning classes."""
-
-    model: str | None = None
-    """Start from this model folder (from `shardvit import`), not an earlier stage; also the default of `model`."""
-
-
-class FinetuneStage(TrainStage):
-    """Train all weights, usually at higher resolution."""
-
-    start: Literal["swap_head", "scratch"] = "swap_head"
-    """swap_head: start from that stage's model; scratch: from `init`, with the same linear head."""
-    init: Init = "google"
-    """Initial weights with start: scratch, as in pretrain: a style, or weights to start from."""
-
-    def problems(self) -> Iterator[str]:
-        yield from super().problems()
-        if self.start == "swap_head":
-            yield from self.ignored("init", why="with start swap_head, which brings its weights")
-            if "head" in self.optimizer.frozen:
-                yield (
-                    "optimizer.frozen names the head, which swap_head leaves at zero, so no gradient would pass it: "
-                    "leave it out"
-                )
-
-
-class Stages(Strict):
-    """Stages to run, in this order."""
-
-    masked_patch: MaskedPatchStage | None = None
-    pretrain: PretrainStage | None = None
-    swap_head: SwapHeadStage | None = None
-    finetune: FinetuneStage | None = None
-
-    def problems(self) -> Iterator[str]:
-        first = "masked_patch" if self.masked_patch else "pretrain" if self.pretrain else None
-        swap, start = self.swap_head, self.finetune and self.finetune.start
-        if not self.names:
-            yield "at least one of masked_patch, pretrain, swap_head and finetune is needed"
-        if self.masked_patch and self.pretrain:
-            yield "masked_patch and pretrain both begin from random weights: leave one out"
-        if swap and not start:
-            yield "swap_head comes before finetune: give that too, or leave swap_head out"
-        if swap and not (first or swap.model):
-            yield "swap_head needs a model: add pretrain or masked_patch, or name a model folder: swap_head.model"
-        if swap and first and swap.model:
-            yield f"swap_head.model and {first} both give the model to start from: leave one out"
-        if start == "swap_head" and not swap:
-            yield "finetune.start is swap_head, but there is no swap_head stage: add one, or set start: scratch"
-        if first and self.finetune and self.finetune.init_weights:
-            yield f"finetune.init gives the weights to start from, and {first} trains others: leave one out"
-        if start == "scratch" and swap:
-            yield "finetune.start is scratch: leave out swap_head, whose model nothing would use"
-
-    @property
-    def names(self) -> tuple[StageName, ...]:
-        return tuple(name for name in ALL_STAGES if getattr(self, name) is not None)
-
-    @property
-    def trained(self) -> tuple[StageName, ...]:
-        """Stages that train: all but swap_head."""
-        return tuple(name for name in self.names if isinstance(getattr(self, name), TrainStage))

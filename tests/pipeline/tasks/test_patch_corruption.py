@@ -5,7 +5,12 @@ import pytest
 import torch
 
 from shardvit.data_shards.loading.batch import Batch
-from shardvit.pipeline.stage.task import Corruption, corruption_held_out, corruption_in_training, draw_corruption
+from shardvit.pipeline.tasks.patch_corruption import (
+    Corruption,
+    corruption_held_out,
+    corruption_in_training,
+    draw_corruption,
+)
 
 PATCHES = 16
 IMAGES = 20_000

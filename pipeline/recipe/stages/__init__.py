@@ -1,0 +1,1 @@
+"""Recipe keys of the stages."""

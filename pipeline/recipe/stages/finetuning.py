@@ -1,0 +1,76 @@
+"""Recipe keys of the head swap and of fine-tuning, and which stages go together. No torch."""
+
+from collections.abc import Iterator
+from typing import Literal
+
+from shardvit.pipeline.recipe.duration import Strict
+from shardvit.pipeline.recipe.stages.pretraining import MaskedPatchStage, PretrainStage
+from shardvit.pipeline.recipe.stages.train_stage import Init, TrainStage
+from shardvit.pipeline.recipe.vocabulary import (
+    ALL_STAGES,
+    StageName,
+)
+
+
+class SwapHeadStage(Strict):
+    """Replace the pre-training head with a zero-initialised linear layer for the fine-tuning classes."""
+
+    model: str | None = None
+    """Start from this model folder (from `shardvit import`), not an earlier stage; also the default of `model`."""
+
+
+class FinetuneStage(TrainStage):
+    """Train all weights, usually at higher resolution."""
+
+    start: Literal["swap_head", "scratch"] = "swap_head"
+    """swap_head: start from that stage's model; scratch: from `init`, with the same linear head."""
+    init: Init = "google"
+    """Initial weights with start: scratch, as in pretrain: a style, or weights to start from."""
+
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        if self.start == "swap_head":
+            yield from self.ignored("init", why="with start swap_head, which brings its weights")
+            if "head" in self.optimizer.frozen:
+                yield (
+                    "optimizer.frozen names the head, which swap_head leaves at zero, so no gradient would pass it: "
+                    "leave it out"
+                )
+
+
+class Stages(Strict):
+    """Stages to run, in this order."""
+
+    masked_patch: MaskedPatchStage | None = None
+    pretrain: PretrainStage | None = None
+    swap_head: SwapHeadStage | None = None
+    finetune: FinetuneStage | None = None
+
+    def problems(self) -> Iterator[str]:
+        first = "masked_patch" if self.masked_patch else "pretrain" if self.pretrain else None
+        swap, start = self.swap_head, self.finetune and self.finetune.start
+        if not self.names:
+            yield "at least one of masked_patch, pretrain, swap_head and finetune is needed"
+        if self.masked_patch and self.pretrain:
+            yield "masked_patch and pretrain both begin from random weights: leave one out"
+        if swap and not start:
+            yield "swap_head comes before finetune: give that too, or leave swap_head out"
+        if swap and not (first or swap.model):
+            yield "swap_head needs a model: add pretrain or masked_patch, or name a model folder: swap_head.model"
+        if swap and first and swap.model:
+            yield f"swap_head.model and {first} both give the model to start from: leave one out"
+        if start == "swap_head" and not swap:
+            yield "finetune.start is swap_head, but there is no swap_head stage: add one, or set start: scratch"
+        if first and self.finetune and self.finetune.init_weights:
+            yield f"finetune.init gives the weights to start from, and {first} trains others: leave one out"
+        if start == "scratch" and swap:
+            yield "finetune.start is scratch: leave out swap_head, whose model nothing would use"
+
+    @property
+    def names(self) -> tuple[StageName, ...]:
+        return tuple(name for name in ALL_STAGES if getattr(self, name) is not None)
+
+    @property
+    def trained(self) -> tuple[StageName, ...]:
+        """Stages that train: all but swap_head."""
+        return tuple(name for name in self.names if isinstance(getattr(self, name), TrainStage))

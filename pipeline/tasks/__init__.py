@@ -1,0 +1,1 @@
+"""What a stage trains on besides labels, and which task it gets."""
