@@ -23,7 +23,7 @@ class Batch:
     counted: torch.Tensor  # bool [n]: False for padding and damage in evaluation
     substituted: torch.Tensor  # bool [n]: this sample replaces a damaged one
     samples: torch.Tensor  # int64 [n]: numbers in the set
-    epochs: torch.Tensor  # int64 [n]
+    epochs: torch.Tensor  # int64 [n]; with repeated augmentation each repeat counts, so that its random numbers differ
     keys: tuple[str, ...]  # WebDataset keys
     faults: tuple[Fault, ...] = ()
     mix: Mix | None = None

@@ -20,6 +20,7 @@ import numpy as np
 
 from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.order.randomness import hash_words, uniforms
+from shardvit.data_shards.order.repeats import RepeatedOrder, images_below
 from shardvit.data_shards.order.sample_order import Int64s, LaneStream, Order, SampleRefs
 from shardvit.data_shards.vocabulary import RandomStream
 
@@ -68,7 +69,7 @@ class MixedOrder(LaneStream):
         return SampleRefs(epoch=epoch, shard=shard, row=row, sample=sample, lane=lane, position=position)
 
 
-AnyOrder = Order | MixedOrder
+AnyOrder = Order | MixedOrder | RepeatedOrder
 
 
 def make_order(
@@ -79,9 +80,12 @@ def make_order(
     lanes: int,
     global_batch_images: int,
     window_images: int,
+    repeats: int = 1,
 ) -> AnyOrder:
     """Order one data set or several; `component_sizes`: samples of each shard of each set. See `Order`."""
-    is_mixed = len(component_sizes) > 1
+    is_mixed, whole_batch = len(component_sizes) > 1, global_batch_images
+    if repeats > 1:
+        global_batch_images = images_below(whole_batch, lanes=lanes, repeats=repeats)
     orders = [
         Order(
             sizes,
@@ -93,7 +97,8 @@ def make_order(
         )
         for number, sizes in enumerate(component_sizes)
     ]
-    return MixedOrder(orders, weights=weights, seed=seed) if is_mixed else orders[0]
+    order = MixedOrder(orders, weights=weights, seed=seed) if is_mixed else orders[0]
+    return RepeatedOrder(order, repeats=repeats, global_batch_images=whole_batch) if repeats > 1 else order
 
 
 def upcoming_shards(

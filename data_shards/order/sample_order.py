@@ -36,7 +36,7 @@ MOST_IMAGES = 2**62  # a stream's end; sums of two such numbers still fit into 6
 class SampleRefs:
     """Samples at some positions of the stream; all arrays have shape [n]."""
 
-    epoch: Int64s  # from 0
+    epoch: Int64s  # from 0; with repeats each of them counts: see `repeats`
     shard: Int64s  # number in the manifest
     row: Int64s  # number in the shard
     sample: Int64s  # number in the manifest, over all shards

@@ -145,9 +145,10 @@ class OpenedShards(ShardSet):
             transform = EvalTransform(image_size, protocol=protocol, crop_share=crop_share)
             stream = EvalBatches(access, transform=transform, rank=rank, world_size=world_size, batch_size=here)
         else:
-            lanes = lanes_of(batch_size, processes=world_size) if lanes == "auto" else lanes
-            check_world_size(lanes, world_size=world_size)
             config: Any = SimpleNamespace(image_size=image_size, augment=_augment(augment or {}))  # as of a stage
+            repeats: int = config.augment.repeats
+            lanes = lanes_of(batch_size, processes=world_size, repeats=repeats) if lanes == "auto" else lanes
+            check_world_size(lanes, world_size=world_size)
             custom = config.augment.custom
             stream = TrainBatches(
                 access,
@@ -158,6 +159,7 @@ class OpenedShards(ShardSet):
                     lanes=lanes,
                     global_batch_images=batch_size,
                     window_images=shuffle_window_images,
+                    repeats=repeats,
                 ),
                 transform=replace(train_transform(config), own=custom and OwnAugment(custom)),
                 layout=Layout(rank=rank, world_size=world_size, micro_batch_size=here, accumulation_steps=1),

@@ -293,7 +293,7 @@ class Recipe(Strict):
         """Number of spans of the sample order. `auto` depends on `processes` only above 256: a multiple if possible."""
         if self.data.lanes != "auto":
             return self.data.lanes
-        return lanes_of(stage.global_batch_size, processes=processes)
+        return lanes_of(stage.global_batch_size, processes=processes, repeats=stage.augment.repeats)
 
     def train_stage(self, name: StageName) -> TrainStage:
         """Get a training stage by name; KeyError if the recipe lacks it, or for swap_head."""
@@ -303,10 +303,15 @@ class Recipe(Strict):
         return stage
 
 
-def lanes_of(batch: int, *, processes: int) -> int:
-    """Choose `data.lanes` for a global batch under `auto`."""
+def lanes_of(batch: int, *, processes: int, repeats: int = 1) -> int:
+    """Choose `data.lanes` for a global batch under `auto`.
+
+    With repeats of an image in a batch, a lane gives at least four different ones, if possible with all their repeats.
+    """
     most = FEW_PROCESSES if processes <= FEW_PROCESSES else _MANY_LANES
-    lanes = max(n for n in range(1, most + 1) if batch % n == 0)
+    if repeats > 1:
+        most = min(most, max(1, batch // (4 * repeats)))
+    lanes = max((n for n in range(1, most + 1) if batch % n == 0), key=lambda n: (batch % (n * repeats) == 0, n))
     if processes > FEW_PROCESSES and lanes % processes:
         return max((n for n in range(processes, MOST_LANES + 1, processes) if batch % n == 0), default=lanes)
     return lanes

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Literal
 
 from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.order.repeats import check_repeats
 from shardvit.data_shards.order.sample_order import check_sizes, check_world_size
 from shardvit.data_shards.text import counted
 from shardvit.data_shards.vocabulary import LabelKind
@@ -40,6 +41,7 @@ class StagePlan:
     rollback: RollbackConfig | None = None
     slow_rank: Literal["report", "stop"] = "report"
     seed: int = 0
+    repeats: int = 1  # of each image in a global batch
     few_shot_steps: tuple[int, ...] = ()  # shortest interval of each few-shot set; 0: only at the end
 
     def first_place(self, *, rank: int, micro_step: int) -> int:
@@ -90,7 +92,8 @@ class StagePlan:
             f"global batch {self.global_batch_images} = {counted(self.world_size, 'process')} x "
             f"{counted(self.accumulation_steps, 'micro-batch')} x "
             f"{counted(self.micro_batch_size, 'image')}; {counted(self.total_steps, 'step')} = {images:,} images "
-            f"= {images / self.samples_per_epoch:.1f} epochs of {self.samples_per_epoch:,}; {self.lanes} lanes"
+            f"= {images / self.samples_per_epoch:.1f} epochs of {self.samples_per_epoch:,}"
+            f"{f', each image {self.repeats} times in a batch' if self.repeats > 1 else ''}; {self.lanes} lanes"
         )
 
 
@@ -144,6 +147,7 @@ def plan_stage(recipe: Recipe, *, stage: StageName, samples_per_epoch: int, worl
         rollback=config.rollback,
         slow_rank=recipe.engine.slow_rank,
         seed=recipe.seed,
+        repeats=config.augment.repeats,
         few_shot_steps=tuple(1 if each.every is None else steps(each.every) for each in few_shot_sets),
     )
     _check_lengths(plan, config, stage=stage)
@@ -160,6 +164,7 @@ def _check_sizes(recipe: Recipe, *, stage: StageName, lanes: int, num_samples: i
         )
     window = recipe.data.shuffle_window_images
     check_sizes(num_samples, lanes=lanes, global_batch_images=batch, window_images=window)
+    check_repeats(recipe.train_stage(stage).augment.repeats, lanes=lanes, global_batch_images=batch)
     if batch < world_size:
         raise UserError(
             f"{key} is {batch}, less than one image for each of {world_size} processes: set it to a multiple of "

@@ -132,6 +132,7 @@ def training_order(recipe: Recipe, *, data: StageData, plan: StagePlan) -> AnyOr
         lanes=plan.lanes,
         global_batch_images=plan.global_batch_images,
         window_images=recipe.data.shuffle_window_images,
+        repeats=plan.repeats,
     )
 
 

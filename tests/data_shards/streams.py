@@ -14,6 +14,8 @@ from shardvit.data_shards.loading.assemble import Access
 from shardvit.data_shards.loading.batch import Batch
 from shardvit.data_shards.loading.loader import Layout, TrainBatches, TrainLoader
 from shardvit.data_shards.loading.mixing import MixupConfig
+from shardvit.data_shards.order import mixture
+from shardvit.data_shards.order.mixture import AnyOrder
 from shardvit.data_shards.order.sample_order import Order
 from shardvit.data_shards.packing.pack import pack
 from shardvit.data_shards.reading.opening import open_shards
@@ -40,6 +42,12 @@ def make_order(shards: ShardSet, *, seed: int = SEED) -> Order:
     return Order(shards.shard_sizes, seed=seed, lanes=LANES, global_batch_images=GLOBAL_BATCH, window_images=10)
 
 
+def repeated_order(shards: ShardSet, *, repeats: int, seed: int = SEED) -> AnyOrder:
+    """Two lanes, so that each gives two different images to a batch."""
+    cut = {"lanes": 2, "global_batch_images": GLOBAL_BATCH, "window_images": 10}
+    return mixture.make_order([shards.shard_sizes], weights=None, seed=seed, repeats=repeats, **cut)
+
+
 def train_batches(
     shards: ShardSet,
     *,
@@ -48,13 +56,14 @@ def train_batches(
     accumulation_steps: int = 1,
     seed: int = SEED,
     mixup: MixupConfig | None = None,
+    repeats: int = 1,
     transform: TrainTransform = TRANSFORM,
     **access: Any,
 ) -> TrainBatches:
     layout = Layout(rank, world_size, GLOBAL_BATCH // world_size // accumulation_steps, accumulation_steps)
     return TrainBatches(
         Access(shards, **access),
-        order=make_order(shards, seed=seed),
+        order=repeated_order(shards, seed=seed, repeats=repeats) if repeats > 1 else make_order(shards, seed=seed),
         transform=transform,
         layout=layout,
         seed=seed,

@@ -130,6 +130,22 @@ def test_the_stream_is_what_it_is_meant_to_be(shards: ShardSet, reference: list[
     assert 0.4 < np.mean([one.mirrored for one in stream]) < 0.6  # 400 of them: 4 standard deviations
 
 
+@pytest.mark.parametrize("options", [{"world_size": 2, "workers": 2, "kind": "thread"}, {"accumulation_steps": 4}])
+def test_repeats_of_an_image_are_in_its_batch_and_look_different(shards: ShardSet, options: dict[str, Any]):
+    alone = global_batches(shards, world_size=1, repeats=2)
+    assert global_batches(shards, **{"world_size": 1, "repeats": 2, **options}) == alone
+    later = [seen(batch) for batch in micro_batches(shards, start_step=20, repeats=2)]
+    assert later == alone[20:]
+    pairs = 0
+    for step in alone:
+        by_image: dict[tuple[int, int], set[tuple[bytes, bool]]] = {}
+        for one in step:
+            by_image.setdefault((one.sample, one.epoch // 2), set()).add((one.pixels, one.mirrored))
+        assert len(by_image) == GLOBAL_BATCH // 2
+        pairs += sum(len(looks) == 2 for looks in by_image.values())
+    assert pairs > 0.95 * STEPS * GLOBAL_BATCH / 2  # the smallest images may be cropped alike twice
+
+
 def test_another_seed_is_another_stream(shards: ShardSet, reference: list[list[Seen]]):
     other = [one for batch in micro_batches(shards, seed=SEED + 1) for one in seen(batch)]
     stream = [one for step in reference for one in step]

@@ -96,6 +96,14 @@ def test_a_batch_that_does_not_divide_among_the_processes():
     assert "stages.pretrain.global_batch_size 64 does not divide among 3 processes: use a multiple of 3" in text
 
 
+def test_lanes_too_many_for_repeats_of_an_image_are_refused():
+    stage = {"global_batch_size": 24, "augment": {"repeats": 3}}
+    assert "augment.repeats is 3" in refusal(lanes=8, stage=stage) and "data.lanes to 4" in refusal(
+        lanes=8, stage=stage
+    )
+    assert plan(stage=stage).lanes == 2 and "each image 3 times in a batch" in plan(stage=stage).describe()
+
+
 def test_lanes_that_do_not_divide_among_the_processes_name_the_numbers_that_do():
     text = refusal(world_size=3, lanes=4, stage={"global_batch_size": 12})
     assert "3 processes" in text and "data.lanes 4" in text
