@@ -30,6 +30,9 @@ class RandomStream(IntEnum):
     CORRUPTION_HELD_OUT = 22
     CROP_ATTEMPTS = 31
     RAND_AUGMENT = 32
+    COLOR_JITTER = 33
+    ERASING = 34
+    ERASING_NOISE = 35
     DROPOUT_BY_SAMPLE = 41
     FEW_SHOT = 51
     TRANSFER_IMAGES = 52
@@ -40,9 +43,11 @@ class RandomStream(IntEnum):
 
 DecoderName = Literal["auto", "nvimgcodec", "gpu", "simplejpeg", "pillow"]
 EvalProtocol = Literal["vit", "vit_exact", "big_vision", "big_vision_exact", "timm"]
-CropLaw = Literal["torchvision", "google", "resize_and_crop"]
+CropLaw = Literal["torchvision", "google", "resize_and_crop", "simple_random"]
 CropInterpolation = Literal["bilinear", "bicubic", "area"]
+TrainInterpolation = CropInterpolation | Literal["random"]
 Antialias = Literal["antialiased", "none", "cast"]
+EraseMode = Literal["const", "rand", "pixel"]  # timm's names
 RandAugmentRanges = Literal["timm", "big_vision"]
 WorkerKind = Literal["thread", "process"]
 EngineName = Literal["processes", "ray"]  # where parts of a corpus' work run

@@ -19,6 +19,7 @@ from shardvit.model.vocabulary import (
     Pool,
     PositionAt,
     PositionKind,
+    StochasticDepthRule,
 )
 
 Width = Annotated[int, Field(gt=0, le=2**16)]
@@ -224,9 +225,10 @@ class Regularisation:
     """Dropout rates, each in [0, 1), and the source of the masks; off by default."""
 
     dropout: float = 0.0  # where `model.vit` says (ViT paper, Table 3: 0.1 for ImageNet pre-training, else 0)
-    stochastic_depth: float = 0.0  # rate at the last block; linear from 0 at the first (arXiv 1603.09382)
+    stochastic_depth: float = 0.0  # rate at the last block (arXiv 1603.09382)
     patch_dropout: float = 0.0  # share of patch tokens dropped in training (FLIP, arXiv 2212.00794)
     masks: DropoutMasks = "process"  # source: the process's generator; sample: given words (`model.layers.dropout`)
+    depth_rule: StochasticDepthRule = "linear"  # from 0 at the first block; uniform: the rate of all (DeiT III)
 
     def check(self, config: ModelConfig) -> None:
         """Raise ValueError if a rate is out of range or does not apply to this model."""

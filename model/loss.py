@@ -12,17 +12,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shardvit.model.vocabulary import LOSSES, LossKind
+from shardvit.model.vocabulary import LOSSES, LossKind, TrainLoss
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 
 
-def loss_function(kind: LossKind, *, label_smoothing: float = 0.0) -> LossFunction:
+def loss_function(
+    kind: TrainLoss, *, label_smoothing: float = 0.0, target_threshold: float | None = None
+) -> LossFunction:
     """Return a loss: (logits [B, C], targets) -> float32 scalar, the mean over the batch.
 
     Targets are class indices, int64 [B], or class weights, floating [B, C]: 1 per label, or shares after mixing.
     Sigmoid takes any in [0, 1]; softmax expects a sum of 1 and otherwise weights each row by its sum, as optax does.
-    ValueError for `label_smoothing` out of range.
+    `target_threshold` is bce's alone. ValueError for `label_smoothing` out of range.
     """
     bound = LOSSES[kind].smoothing_below
     if not 0.0 <= label_smoothing < bound:
@@ -32,6 +34,8 @@ def loss_function(kind: LossKind, *, label_smoothing: float = 0.0) -> LossFuncti
             return partial(softmax_cross_entropy, label_smoothing=label_smoothing)
         case "sigmoid":
             return partial(sigmoid_cross_entropy, label_smoothing=label_smoothing)
+        case "bce":
+            return partial(binary_cross_entropy, label_smoothing=label_smoothing, target_threshold=target_threshold)
 
 
 def image_losses(logits: Tensor, targets: Tensor, *, kind: LossKind) -> Tensor:
@@ -64,11 +68,25 @@ def sigmoid_cross_entropy(logits: Tensor, targets: Tensor, *, label_smoothing: f
     return _class_losses(logits.float(), targets, label_smoothing=label_smoothing).sum(dim=-1).mean()
 
 
+def binary_cross_entropy(
+    logits: Tensor, targets: Tensor, *, label_smoothing: float = 0.0, target_threshold: float | None = None
+) -> Tensor:
+    """Binary cross-entropy, mean over classes and batch, as timm's `BinaryCrossEntropy`. Smoothing is softmax's; then
+    targets above a threshold count as 1, others as 0 (ResNet strikes back: 0.2; DeiT III: 0, each class of a mix)."""
+    targets = _rows(logits, targets) * (1.0 - label_smoothing) + label_smoothing / logits.shape[-1]
+    if target_threshold is not None:
+        targets = (targets > target_threshold).float()
+    return F.binary_cross_entropy_with_logits(logits.float(), targets)
+
+
 def _class_losses(logits: Tensor, targets: Tensor, *, label_smoothing: float = 0.0) -> Tensor:
-    if not targets.is_floating_point():
-        targets = F.one_hot(targets, logits.shape[-1])
-    targets = targets.float() * (1.0 - 2.0 * label_smoothing) + label_smoothing
+    targets = _rows(logits, targets) * (1.0 - 2.0 * label_smoothing) + label_smoothing
     return F.binary_cross_entropy_with_logits(logits, targets, reduction="none")
+
+
+def _rows(logits: Tensor, targets: Tensor) -> Tensor:
+    """Class weights, float32 [B, C]."""
+    return (targets if targets.is_floating_point() else F.one_hot(targets, logits.shape[-1])).float()
 
 
 def _float32_unless_indices(targets: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-from timm.layers import PatchDropout
+from timm.layers import DropPath, PatchDropout
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 from torch.nn import functional
@@ -139,6 +139,9 @@ def _build_vit(
         patch_drop_rate=regularisation.patch_dropout,
         weight_init="skip",
     )
+    if regularisation.depth_rule == "uniform" and regularisation.stochastic_depth:
+        for block in model.blocks:
+            block.drop_path1, block.drop_path2 = (DropPath(regularisation.stochastic_depth) for _ in range(2))
     if sizes.resnet_layers is None:  # `__class__`: the parameters and their place stay
         model.patch_embed.proj.__class__ = PatchProjection
     if isinstance(model, PositionedVit):

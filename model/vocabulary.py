@@ -9,7 +9,8 @@ from itertools import product
 from pathlib import Path
 from typing import Literal
 
-LossKind = Literal["softmax", "sigmoid"]
+LossKind = Literal["softmax", "sigmoid"]  # by its probabilities
+TrainLoss = LossKind | Literal["bce"]
 
 
 @dataclass(frozen=True)
@@ -19,11 +20,14 @@ class LossFacts:
     takes_several_labels: bool  # per image
     smoothing_below: float  # from here on label_smoothing would reverse the targets
     output: str  # maps logits to probabilities, for MLflow's model
+    probabilities: LossKind
 
 
-LOSSES: dict[LossKind, LossFacts] = {
-    "softmax": LossFacts(takes_several_labels=False, smoothing_below=1.0, output="softmax"),
-    "sigmoid": LossFacts(takes_several_labels=True, smoothing_below=0.5, output="sigmoid of each class"),
+_OF_EACH = "sigmoid of each class"
+LOSSES: dict[TrainLoss, LossFacts] = {
+    "softmax": LossFacts(takes_several_labels=False, smoothing_below=1.0, output="softmax", probabilities="softmax"),
+    "sigmoid": LossFacts(takes_several_labels=True, smoothing_below=0.5, output=_OF_EACH, probabilities="sigmoid"),
+    "bce": LossFacts(takes_several_labels=True, smoothing_below=1.0, output=_OF_EACH, probabilities="sigmoid"),
 }
 HeadKind = Literal["mlp", "linear"]
 Pool = Literal["cls", "gap", "map"]
@@ -33,6 +37,7 @@ ClassTokenPosition = Literal["learned", "none"]
 Gelu = Literal["tanh", "erf"]
 Interpolation = Literal["google", "timm"]
 InitStyle = Literal["google", "timm", "big_vision"]
+StochasticDepthRule = Literal["linear", "uniform"]
 DropoutMasks = Literal["sample", "process"]
 EvalProtocol = Literal["vit", "vit_exact", "big_vision", "big_vision_exact", "timm"]
 ExportFormat = Literal["npz", "big_vision", "timm", "transformers", "torchvision", "onnx", "torch_export"]

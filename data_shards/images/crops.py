@@ -26,11 +26,13 @@ _GOOGLE_ATTEMPTS = 100  # TensorFlow's default
 TORCHVISION_RATIO = (3 / 4, 4 / 3)
 
 # A sample's draws: two for each of the first attempts at a crop, two for its place, one for the flip, one for
-# RandAugment, one that keys google's later attempts, one own augmentation. Append new ones, so that runs keep pixels.
+# RandAugment or AutoAugment, one that keys google's later attempts, one own augmentation, one each for the choice of a
+# kernel, the colour jitter and erasing. Append new ones, so that runs keep pixels.
 _TOP_DRAW, _LEFT_DRAW, FLIP_DRAW, RAND_AUGMENT_DRAW, _LATER_DRAW, OWN_AUGMENT_DRAW = range(
     2 * _TORCHVISION_ATTEMPTS, 2 * _TORCHVISION_ATTEMPTS + 6
 )
-DRAWS_PER_SAMPLE = 2 * _TORCHVISION_ATTEMPTS + 6
+KERNEL_DRAW, JITTER_DRAW, ERASE_DRAW = range(OWN_AUGMENT_DRAW + 1, OWN_AUGMENT_DRAW + 4)
+DRAWS_PER_SAMPLE = ERASE_DRAW + 1
 
 
 @dataclass(frozen=True)

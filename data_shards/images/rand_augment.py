@@ -34,7 +34,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
@@ -90,7 +90,7 @@ class RandAugment:
                 picture = apply_big_visions(name, picture, magnitude=self.magnitude, draws=rest)
             return np.array(picture)
         operations = _timms(self.timm_config)
-        with _seeded(seed):
+        with seeded(seed):
             return np.array(operations(picture))
 
 
@@ -155,26 +155,28 @@ def timms_operations() -> ModuleType:
     assert spec is not None and spec.loader is not None
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
+    for name in ("Posterize", "PosterizeIncreasing"):
+        module.NAME_TO_OP[name] = partial(_posterize_to_black, module.posterize)
     return module
+
+
+def _posterize_to_black(
+    posterize: Callable[..., Image.Image], image: Image.Image, bits_to_keep: int, **options: object
+) -> Image.Image:
+    """Posterize as timm does, but to black where no bit is kept, as at m below 3, which Pillow refuses."""
+    from PIL import Image
+
+    return posterize(image, bits_to_keep, **options) if bits_to_keep else Image.new(image.mode, image.size)
 
 
 @cache
 def _timms(config: str) -> Callable[[Image.Image], Image.Image]:
-    """Make timm's transform, but posterize to black below m = 3, where no bit is kept, which Pillow refuses."""
-    from PIL import Image
-
-    module = timms_operations()
-    posterize = module.posterize
-
-    def posterize_to_black(image: Image.Image, bits_to_keep: int, **options: object) -> Image.Image:
-        return posterize(image, bits_to_keep, **options) if bits_to_keep else Image.new(image.mode, image.size)
-
-    module.NAME_TO_OP["Posterize"] = posterize_to_black
-    return module.rand_augment_transform(config)
+    return timms_operations().rand_augment_transform(config)
 
 
 @contextmanager
-def _seeded(seed: int) -> Iterator[None]:
+def seeded(seed: int) -> Iterator[None]:
+    """Seed the global generators of `random` and numpy, from which timm draws, and put them back in the end."""
     with _GENERATORS:
         of_python, of_numpy = random.getstate(), np.random.get_state()
         random.seed(seed)

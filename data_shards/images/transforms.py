@@ -1,4 +1,4 @@
-"""Make uint8 squares of images for training (random crop, resize, RandAugment) and evaluation.
+"""Make uint8 squares of images for training (random crop, resize, augmentation) and evaluation.
 
 Random numbers come from (seed, epoch, sample), so a sample looks the same for any world size and number of workers, and
 after a restart. Flip and normalisation run per batch on the device.
@@ -25,9 +25,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.images.auto_augment import AutoAugment
+from shardvit.data_shards.images.color_jitter import ColorJitter
 from shardvit.data_shards.images.crops import (
     CROP_LAWS,
     FLIP_DRAW,
+    JITTER_DRAW,
+    KERNEL_DRAW,
     OWN_AUGMENT_DRAW,
     RAND_AUGMENT_DRAW,
     TORCHVISION_RATIO,
@@ -38,9 +42,11 @@ from shardvit.data_shards.images.crops import (
 from shardvit.data_shards.images.decode import EncodedImage
 from shardvit.data_shards.images.rand_augment import RandAugment
 from shardvit.data_shards.images.resizing import placed, resize
-from shardvit.data_shards.vocabulary import Antialias, CropInterpolation, CropLaw, EvalProtocol
+from shardvit.data_shards.vocabulary import Antialias, CropInterpolation, CropLaw, EvalProtocol, TrainInterpolation
 
 _CROP_SHARES: dict[EvalProtocol, float] = {"big_vision": 224 / 256, "big_vision_exact": 224 / 256, "timm": 0.9}
+
+_BORDER = 4  # pixels around the image that DeiT III's simple random crop mirrors
 
 # An image of 1 x 65,000 pixels would be blown up to gigabytes before its centre is cut out.
 _MOST_ELONGATED = 16
@@ -48,10 +54,12 @@ _MOST_ELONGATED = 16
 
 @dataclass(frozen=True)
 class TrainTransform:
-    """A random crop, resized; mirror flip; optionally RandAugment, then the user's own function.
+    """A random crop, resized; mirror flip; optionally RandAugment or AutoAugment, colour jitter, the user's function.
 
-    resize_and_crop is big_vision's `resize_small(resize_size)|random_crop(image_size)` for fine-tuning. Google flips
-    before RandAugment, with the same distribution: every directed operation takes both directions equally often.
+    resize_and_crop is big_vision's `resize_small(resize_size)|random_crop(image_size)` for fine-tuning. simple_random
+    is DeiT III's: torchvision's `Resize(image_size)`, then `RandomCrop(image_size, padding=4)` with a mirrored border.
+    Google flips before RandAugment, with the same distribution: every directed operation takes both directions equally
+    often. AutoAugment gets the mirrored image, as timm's, since timm's ShearY keeps the left edge in place.
     """
 
     image_size: int  # side of the output square, in pixels
@@ -59,10 +67,12 @@ class TrainTransform:
     crop_area: tuple[float, float] = (0.05, 1.0)  # range of a random-resized crop's share of the image's area
     crop_ratio: tuple[float, float] = TORCHVISION_RATIO  # range of its width / height
     resize_size: int | None = None  # for resize_and_crop: the short side in pixels, at least `image_size`
-    interpolation: CropInterpolation = "bilinear"  # of the resize
+    interpolation: TrainInterpolation = "bilinear"  # of the resize; random: bilinear or bicubic, as timm
     antialias: Antialias = "antialiased"  # of a bilinear resize
     flip: float = 0.5  # share of samples mirrored (0.5, or 0 where left and right have a meaning)
     rand_augment: RandAugment | None = None
+    auto_augment: AutoAugment | None = None
+    color_jitter: ColorJitter | None = None
     own: Callable[[Pixels, np.random.Generator], Pixels] | None = None  # picklable, thread-safe; keeps the size
 
     def __call__(
@@ -81,7 +91,7 @@ class TrainTransform:
 
     def box(self, height: int, width: int, *, draws: NDArray[np.float64]) -> Box:
         """Find the box to decode of an image of this size."""
-        if self.crop == "resize_and_crop":
+        if self.crop in ("resize_and_crop", "simple_random"):
             return _without_far_ends(height, width)
         return CROP_LAWS[self.crop](height, width, area=self.crop_area, ratio=self.crop_ratio, draws=draws)
 
@@ -90,24 +100,42 @@ class TrainTransform:
         square = self._resized(pixels, draws=draws, into=into)
         if self.rand_augment is not None:
             square = placed(self.rand_augment(square, draw=float(draws[RAND_AUGMENT_DRAW])), into)
+        if self.auto_augment is not None or self.color_jitter is not None:
+            square = placed(self._recoloured(square, draws=draws), into)
         if self.own is not None:
             # Philox's stream is one that NumPy keeps for good.
             generator = np.random.Generator(np.random.Philox(key=int(draws[OWN_AUGMENT_DRAW] * 2**53)))
             square = placed(self.own(square, generator), into)
         return square
 
+    def _recoloured(self, square: Pixels, *, draws: NDArray[np.float64]) -> Pixels:
+        from PIL import Image
+
+        turn = slice(None, None, -1 if self.auto_augment is not None and self.mirrors(draws) else 1)
+        picture = Image.fromarray(square[:, turn])
+        if self.auto_augment is not None:
+            picture = self.auto_augment(picture, draw=float(draws[RAND_AUGMENT_DRAW]))
+        if self.color_jitter is not None:
+            picture = self.color_jitter(picture, draw=float(draws[JITTER_DRAW]))
+        return np.asarray(picture)[:, turn]
+
     def _resized(self, pixels: Pixels, *, draws: NDArray[np.float64], into: Pixels | None) -> Pixels:
-        size = self.image_size
+        size, kernel = self.image_size, self.interpolation
+        if kernel == "random":
+            kernel = "bilinear" if draws[KERNEL_DRAW] < 0.5 else "bicubic"
         if self.crop == "resize_and_crop":
             assert self.resize_size is not None and self.resize_size >= size
-            scaled = _short_side_to(
-                self.resize_size, pixels, interpolation=self.interpolation, antialias=self.antialias
-            )
+            scaled = _short_side_to(self.resize_size, pixels, interpolation=kernel, antialias=self.antialias)
             box = place_of(size, height=scaled.shape[0], width=scaled.shape[1], draws=draws)
             return placed(scaled[box.top : box.bottom, box.left : box.right], into)
-        return resize(
-            pixels, height=size, width=size, interpolation=self.interpolation, antialias=self.antialias, into=into
-        )
+        if self.crop == "simple_random":
+            height, width = (size * side // min(pixels.shape[:2]) for side in pixels.shape[:2])  # torchvision's
+            scaled = resize(pixels, height=height, width=width, interpolation=kernel, antialias=self.antialias)
+            box = place_of(size, height=height + 2 * _BORDER, width=width + 2 * _BORDER, draws=draws)
+            rows = _mirrored_back(np.arange(box.top, box.bottom) - _BORDER, height)
+            columns = _mirrored_back(np.arange(box.left, box.right) - _BORDER, width)
+            return placed(scaled.take(rows, axis=0).take(columns, axis=1), into)
+        return resize(pixels, height=size, width=size, interpolation=kernel, antialias=self.antialias, into=into)
 
 
 @dataclass(frozen=True)
@@ -165,6 +193,11 @@ def _short_side_to(
     ratio = side / min(pixels.shape[:2])
     height, width = round(pixels.shape[0] * ratio), round(pixels.shape[1] * ratio)
     return resize(pixels, height=height, width=width, interpolation=interpolation, antialias=antialias)
+
+
+def _mirrored_back(index: NDArray[np.int64], length: int) -> NDArray[np.int64]:
+    """Mirror indices beyond the ends back, at the centres of the first and last pixel, as numpy's pad "reflect"."""
+    return length - 1 - np.abs(length - 1 - np.abs(index))
 
 
 def _without_far_ends(height: int, width: int) -> Box:

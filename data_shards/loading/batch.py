@@ -1,4 +1,4 @@
-"""A micro-batch of uint8 pixels and labels; flip, normalisation and mixing follow on the device."""
+"""A micro-batch of uint8 pixels and labels; flip, normalisation, erasing and mixing follow on the device."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from shardvit.data_shards.errors import Fault
+from shardvit.data_shards.loading.erasing import Erasure
 from shardvit.data_shards.loading.mixing import Mix
 
 
@@ -27,6 +28,7 @@ class Batch:
     keys: tuple[str, ...]  # WebDataset keys
     faults: tuple[Fault, ...] = ()
     mix: Mix | None = None
+    erasures: tuple[Erasure, ...] = ()
 
 
 def batch_of(images: torch.Tensor, *, keys: Sequence[str]) -> Batch:

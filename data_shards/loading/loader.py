@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Generator, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,7 @@ from shardvit.data_shards.images.crops import DRAWS_PER_SAMPLE
 from shardvit.data_shards.images.transforms import EvalTransform, TrainTransform
 from shardvit.data_shards.loading.assemble import Access, Assembler
 from shardvit.data_shards.loading.batch import Batch
+from shardvit.data_shards.loading.erasing import ErasingConfig, draw_erasures
 from shardvit.data_shards.loading.memory import TOGETHER
 from shardvit.data_shards.loading.mixing import MixupConfig, draw_mix
 from shardvit.data_shards.loading.workers import iterate
@@ -55,10 +56,11 @@ class TrainBatches:
         layout: Layout,
         seed: int,
         mixup: MixupConfig | None = None,
+        erasing: ErasingConfig | None = None,
     ) -> None:
         self.access, self._assembler = access, Assembler(access)
         self.order, self.layout, self.seed = order, layout, seed
-        self._transform, self._mixup = transform, mixup
+        self._transform, self._mixup, self._erasing = transform, mixup, erasing
         is_mixing = draw_mix(mixup, seed=seed, step=0, image_size=transform.image_size) is not None
         self._rows = layout.micro_batch_size + is_mixing  # per micro-batch; the added one is the next slot's sample
         self._plans: dict[int, tuple[SampleRefs, NDArray[np.float64]]] = {}
@@ -71,7 +73,9 @@ class TrainBatches:
         step = number // self.layout.accumulation_steps
         mix = draw_mix(self._mixup, seed=self.seed, step=step, image_size=self._transform.image_size)
         refs, draws = self.plan(number)
-        return self._assembler.train(refs, order=self.order, transform=self._transform, draws=draws, mix=mix)
+        erasures = draw_erasures(self._erasing, draws, image_size=self._transform.image_size)
+        batch = self._assembler.train(refs, order=self.order, transform=self._transform, draws=draws, mix=mix)
+        return replace(batch, erasures=erasures) if erasures else batch
 
     def decode_seconds(self, number: int) -> float | None:
         """Measure CPU seconds an image on part of a micro-batch, in half a second; None if one cannot be read."""

@@ -5,8 +5,10 @@ reverses the batch). The whole batch shares one weight and one box, functions of
 not depend on the world size; a process needs one sample more than its own.
 
 Mixup gives an image itself the weight max(lambda, 1 - lambda), as big_vision does: the smaller one would repeat the
-same pairs. CutMix pastes timm's box: sides sqrt(1 - lambda) of the image's, centre anywhere, cut off at the edges; the
-weight is the area left. scipy inverts the Beta distribution, so that a draw needs one number. Cost: 0.1 ms a batch.
+same pairs. timm weighs one image of a pair by lambda and the other by 1 - lambda: its mixed images are distributed
+alike, only that each pair occurs twice in a batch. CutMix pastes timm's box: sides sqrt(1 - lambda) of the image's,
+centre anywhere, cut off at the edges; the weight is the area left. scipy inverts the Beta distribution, so that a draw
+needs one number. Cost: 0.1 ms a batch.
 """
 
 import math
@@ -26,20 +28,22 @@ class MixupConfig:
     mixup_alpha: float = 0.0  # 0: off; 0.2 and 0.5 in big_vision's recipes
     cutmix_alpha: float = 0.0  # 0: off; 1.0 in its paper
     switch_share: float = 0.5  # share of batches with CutMix, if both are on
+    mixed_share: float = 1.0  # of the batches
 
     def __post_init__(self) -> None:
         for name in ("mixup_alpha", "cutmix_alpha"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise UserError(f"{name} {getattr(self, name)} must be 0 (off) or a positive number")
-        if not 0 <= self.switch_share <= 1:
-            raise UserError(f"switch_share {self.switch_share} of mixing must be between 0 and 1")
+        for name in ("switch_share", "mixed_share"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise UserError(f"{name} {getattr(self, name)} of mixing must be between 0 and 1")
 
 
 @dataclass(frozen=True)
 class Mix:
     """The mixing of one global batch."""
 
-    kind: Literal["mixup", "cutmix"]
+    kind: Literal["mixup", "cutmix", "none"]  # none: of a batch that a mixed_share below 1 leaves as it is
     keep: float  # weight of the image itself and its labels; the partner has the rest
     box: Box | None = None  # CutMix: the part taken from the partner, after its flip; None if empty
 
@@ -48,6 +52,8 @@ def draw_mix(config: MixupConfig | None, *, seed: int, step: int, image_size: in
     """Draw the mixing of step `step`'s global batch, or None for no mixing; `image_size` is the side in pixels."""
     if config is None or (config.mixup_alpha == 0 and config.cutmix_alpha == 0):
         return None
+    if config.mixed_share < 1 and uniforms(RandomStream.MIX, seed, step, draws=5)[0, 4] >= config.mixed_share:
+        return Mix("none", keep=1.0)
     which, share, down, right = uniforms(RandomStream.MIX, seed, step, draws=4)[0].tolist()
     is_cutmix = config.cutmix_alpha > 0 and (config.mixup_alpha == 0 or which < config.switch_share)
     if is_cutmix:

@@ -137,10 +137,11 @@ class OpenedShards(ShardSet):
         from shardvit.data_shards.images.transforms import EvalTransform
         from shardvit.data_shards.loading.assemble import Access
         from shardvit.data_shards.loading.loader import EvalBatches, Layout, TrainBatches
-        from shardvit.pipeline.stage.batches import OwnAugment, mixup, train_transform
+        from shardvit.pipeline.stage.batches import OwnAugment, erasing, mixup, train_transform
 
         access = Access(self, store=self.store, decoder=decoder, on_corrupt=on_corrupt)
         here = max(1, batch_size // world_size)
+        normalisation = Normalisation(mean=mean, std=std)
         if use == "evaluate":
             transform = EvalTransform(image_size, protocol=protocol, crop_share=crop_share)
             stream = EvalBatches(access, transform=transform, rank=rank, world_size=world_size, batch_size=here)
@@ -161,10 +162,13 @@ class OpenedShards(ShardSet):
                     window_images=shuffle_window_images,
                     repeats=repeats,
                 ),
-                transform=replace(train_transform(config), own=custom and OwnAugment(custom)),
+                transform=replace(
+                    train_transform(config, normalisation=normalisation), own=custom and OwnAugment(custom)
+                ),
                 layout=Layout(rank=rank, world_size=world_size, micro_batch_size=here, accumulation_steps=1),
                 seed=seed,
                 mixup=mixup(config),
+                erasing=erasing(config),
             )
         steps = MOST_IMAGES // (2 * batch_size)
         if duration is not None:
@@ -173,7 +177,6 @@ class OpenedShards(ShardSet):
                 steps = in_steps(length, global_batch_images=batch_size, samples_per_epoch=self.num_samples)
             except ValueError as error:
                 raise UserError(f"duration: {error}") from None
-        normalisation = Normalisation(mean=mean, std=std)
         return ShardLoader(
             resume_at, batch_size, stream, steps, normalisation, workers, worker_kind, torch.device(device)
         )

@@ -19,7 +19,8 @@ import torch
 
 from shardvit.data_shards.images.crops import DRAWS_PER_SAMPLE, Pixels
 from shardvit.data_shards.images.decode import EncodedImage, PixelLimit, read_image
-from shardvit.data_shards.loading.batch import Batch
+from shardvit.data_shards.loading.batch import Batch, batch_of
+from shardvit.data_shards.loading.erasing import draw_erasures
 from shardvit.data_shards.loading.mixing import Mix
 from shardvit.data_shards.order.randomness import uniforms
 from shardvit.data_shards.order.sample_order import refs_in_set_order
@@ -37,7 +38,7 @@ from shardvit.pipeline.recipe.stages.pretraining import MaskedPatchStage
 from shardvit.pipeline.recipe.vocabulary import StageName
 from shardvit.pipeline.runs.pictures import DrawRequest, Picture, kept_pictures
 from shardvit.pipeline.runs.run_folder import RunFolder
-from shardvit.pipeline.stage.batches import eval_transform, train_stream, train_transform
+from shardvit.pipeline.stage.batches import erasing, eval_transform, train_stream, train_transform
 from shardvit.pipeline.stage.pixels import model_input, targets
 from shardvit.pipeline.stage.stage_data import Stage, StageData, open_data
 
@@ -93,7 +94,8 @@ def seen_batch(
     # Treat the head of the global batch as one process's micro-batch.
     first = replace(plan, micro_batch_size=count, accumulation_steps=1)
     no_run = RunFolder(Path(), name=recipe.name)
-    batch = train_stream(Stage(recipe, stage, data, first, run=no_run), place=Place())[step]
+    stream = train_stream(Stage(recipe, stage, data, first, run=no_run), place=Place(), normalisation=normalisation)
+    batch = stream[step]
     inputs = model_input(batch, device=_CPU, dtype=torch.float32, normalisation=normalisation)
     samples = batch.samples[:count].tolist()
     with closing(ShardReader(data.train, store=data.store)) as reader:
@@ -108,20 +110,32 @@ def seen_batch(
 
 
 def seen_in_epochs(
-    recipe: Recipe, *, stage: StageName, data: StageData, sample: int, most_epochs: int = SHOWN_EPOCHS
+    recipe: Recipe,
+    *,
+    stage: StageName,
+    data: StageData,
+    sample: int,
+    most_epochs: int = SHOWN_EPOCHS,
+    normalisation: Normalisation = GOOGLES,
 ) -> list[Pixels]:
     """Show one sample as the model sees it in each of the first epochs, without mixing: uint8 [size, size, 3] each.
     CorruptSample or UnreadableImage if it is damaged."""
-    recipe = _without_gpu(recipe)
-    transform = train_transform(recipe.train_stage(stage))
+    recipe, config = _without_gpu(recipe), recipe.train_stage(stage)
+    transform = train_transform(config, normalisation=normalisation)
     with closing(ShardReader(data.train, store=data.store)) as reader:
         image = _image(reader, sample, recipe=recipe)
     plan = stage_steps(recipe, stage=stage, data=data)
     epochs = math.ceil(plan.total_steps * plan.global_batch_images / plan.samples_per_epoch)
     numbers = np.arange(min(epochs, most_epochs), dtype=np.int64)
     draws = uniforms(RandomStream.AUGMENT, recipe.seed, numbers, np.full_like(numbers, sample), draws=DRAWS_PER_SAMPLE)
-    views = (transform(image, draws=draws[number]) for number in range(len(numbers)))
-    return [np.ascontiguousarray(pixels[:, ::-1] if mirrored else pixels) for pixels, mirrored in views]
+    squares = np.stack([transform(image, draws=each)[0] for each in draws])
+    batch = replace(
+        batch_of(torch.from_numpy(squares), keys=[""] * len(draws)),
+        mirrored=torch.from_numpy(transform.mirrors(draws)),
+        erasures=draw_erasures(erasing(config), draws, image_size=config.image_size),
+    )
+    inputs = model_input(batch, device=_CPU, dtype=torch.float32, normalisation=normalisation)
+    return _as_pixels(inputs, normalisation)
 
 
 def stage_steps(recipe: Recipe, *, stage: StageName, data: StageData, lanes: int = 0) -> StagePlan:
@@ -137,18 +151,32 @@ def draw_training_batch(request: DrawRequest) -> Sequence[Drawn]:
     recipe, stage = request.recipe, request.stage
     data = open_data(recipe, stage=stage, report=lambda line: None)
     step = min(request.step, stage_steps(recipe, stage=stage, data=data).total_steps - 1)  # at the end: the last step
-    drawn = batch_pictures(recipe, stage=stage, data=data, step=step, lanes=request.folder.peek(stage).lanes)
+    record = request.folder.peek(stage)
+    mean, std = (tuple(record.model.get(name, getattr(GOOGLES, name))) for name in ("mean", "std"))
+    drawn = batch_pictures(
+        recipe, stage=stage, data=data, step=step, lanes=record.lanes, normalisation=Normalisation(mean, std)
+    )
     keep_drawn(replace(request, step=step), drawn)
     return ()  # already written, at the batch's own step
 
 
-def batch_pictures(recipe: Recipe, *, stage: StageName, data: StageData, step: int, lanes: int = 0) -> Iterator[Drawn]:
+def batch_pictures(
+    recipe: Recipe,
+    *,
+    stage: StageName,
+    data: StageData,
+    step: int,
+    lanes: int = 0,
+    normalisation: Normalisation = GOOGLES,
+) -> Iterator[Drawn]:
     """Draw a step's batch, and its first image over epochs; raises as `seen_batch`."""
     config = recipe.train_stage(stage)
     augment = config.augment
-    batch = seen_batch(recipe, stage=stage, data=data, step=step, lanes=lanes)
+    batch = seen_batch(recipe, stage=stage, data=data, step=step, lanes=lanes, normalisation=normalisation)
     mixed = ""
-    if batch.mix is not None:
+    if batch.mix is not None and batch.mix.kind == "none":
+        mixed = " This step's batch is not mixed."
+    elif batch.mix is not None:
         mixed = (
             f" In this step {_MIXES[batch.mix.kind]} gives an image's own labels {whole_percent(batch.mix.keep)} of "
             "the target, and the next image's the rest."
@@ -172,7 +200,7 @@ def batch_pictures(recipe: Recipe, *, stage: StageName, data: StageData, step: i
     yield picture, _pairs(cells, after="as seen")
 
     first = batch.images[0]
-    seen = seen_in_epochs(recipe, stage=stage, data=data, sample=first.sample)
+    seen = seen_in_epochs(recipe, stage=stage, data=data, sample=first.sample, normalisation=normalisation)
     epochs = counted(len(seen), "epoch")
     no_mixing = " Mixing with other images is left out." if augment.mixup_alpha or augment.cutmix_alpha else ""
     picture = Picture(
@@ -221,12 +249,21 @@ def _pairs(cells: Sequence[Cell], *, after: str) -> Figure:
 def _words(augment: AugmentConfig) -> str:
     if augment.crop == "resize_and_crop":
         parts = [f"Short side resized to {augment.resize_size} px, then a random crop"]
+    elif augment.crop == "simple_random":
+        parts = ["Short side resized to the crop's, then a random crop with a mirrored border of 4 px"]
     else:
         parts = ["Random crop of {} to {} of the area".format(*map(whole_percent, augment.crop_area))]
     if augment.flip:
         parts.append(f"{whole_percent(augment.flip)} mirrored")
     if augment.rand_augment:
         parts.append(f"RandAugment({augment.rand_augment.num_ops}, {augment.rand_augment.magnitude})")
+    if augment.auto_augment:
+        parts.append(f"timm's {augment.auto_augment}")
+    if augment.color_jitter:
+        parts.append("colour jitter of {:g}, {:g}, {:g} and {:g}".format(*augment.color_jitter))
+    if augment.random_erasing:
+        erased = augment.random_erasing
+        parts.append(f"{whole_percent(erased.probability)} with a part erased ({erased.mode})")
     for kind, alpha in (("mixup", augment.mixup_alpha), ("CutMix", augment.cutmix_alpha)):
         if alpha:
             parts.append(f"{kind} with alpha {alpha:g}")

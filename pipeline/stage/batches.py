@@ -6,14 +6,18 @@ from typing import Literal
 import numpy as np
 
 from shardvit.data_shards.errors import OwnCodeFailed, UserError
+from shardvit.data_shards.images.auto_augment import AutoAugment
+from shardvit.data_shards.images.color_jitter import ColorJitter
 from shardvit.data_shards.images.crops import Pixels
 from shardvit.data_shards.images.decode import PixelLimit
 from shardvit.data_shards.images.rand_augment import RandAugment
 from shardvit.data_shards.images.transforms import EvalTransform, TrainTransform
 from shardvit.data_shards.loading.assemble import Access
+from shardvit.data_shards.loading.erasing import ErasingConfig
 from shardvit.data_shards.loading.loader import EvalBatches, Layout, TrainBatches
 from shardvit.data_shards.loading.mixing import MixupConfig
 from shardvit.data_shards.shards.shard_set import ShardSet
+from shardvit.data_shards.vocabulary import GOOGLES, Normalisation
 from shardvit.pipeline.own_code.by_path import OwnCode, load_own, own_traceback, shown
 from shardvit.pipeline.ranks.place import Place
 from shardvit.pipeline.recipe.stages.train_stage import TrainStage
@@ -41,13 +45,21 @@ class OwnAugment:
         return found
 
 
-def train_stream(stage: Stage, *, place: Place, own_code: Literal["run", "leave out"] = "leave out") -> TrainBatches:
+def train_stream(
+    stage: Stage,
+    *,
+    place: Place,
+    own_code: Literal["run", "leave out"] = "leave out",
+    normalisation: Normalisation = GOOGLES,
+) -> TrainBatches:
     """Index a rank's micro-batches by number. Only training runs the user's augmentation: pictures execute nothing."""
     plan, custom = stage.plan, stage.config.augment.custom if own_code == "run" else None
     return TrainBatches(
         access_of(stage, stage.data.train),
         order=stage.order(),
-        transform=replace(train_transform(stage.config), own=custom and OwnAugment(custom)),
+        transform=replace(
+            train_transform(stage.config, normalisation=normalisation), own=custom and OwnAugment(custom)
+        ),
         layout=Layout(
             rank=place.rank,
             world_size=place.world_size,
@@ -56,6 +68,7 @@ def train_stream(stage: Stage, *, place: Place, own_code: Literal["run", "leave 
         ),
         seed=stage.recipe.seed,
         mixup=mixup(stage.config),
+        erasing=erasing(stage.config),
     )
 
 
@@ -70,9 +83,11 @@ def held_out(stage: Stage, shards: ShardSet, *, place: Place) -> EvalBatches:
     )
 
 
-def train_transform(config: TrainStage) -> TrainTransform:
-    """Make the stage's crop, resize, flip and RandAugment."""
-    augment, strong = config.augment, config.augment.rand_augment
+def train_transform(config: TrainStage, *, normalisation: Normalisation = GOOGLES) -> TrainTransform:
+    """Make the stage's crop, resize, flip and augmentation; AutoAugment fills with the normalisation's mean."""
+    augment, strong, policy = config.augment, config.augment.rand_augment, config.augment.auto_augment
+    red, green, blue = (min(255, round(255 * mean)) for mean in normalisation.mean)
+    kernel = "random" if augment.interpolation == "area" else augment.interpolation  # of what timm has
     return TrainTransform(
         image_size=config.image_size,
         crop=augment.crop,
@@ -83,6 +98,8 @@ def train_transform(config: TrainStage) -> TrainTransform:
         antialias=augment.antialias,
         flip=augment.flip,
         rand_augment=strong and RandAugment(num_ops=strong.num_ops, magnitude=strong.magnitude, ranges=strong.ranges),
+        auto_augment=policy and AutoAugment(policy, config.image_size, interpolation=kernel, fill=(red, green, blue)),
+        color_jitter=augment.color_jitter and ColorJitter(*augment.color_jitter),
     )
 
 
@@ -96,7 +113,14 @@ def mixup(config: TrainStage) -> MixupConfig | None:
     augment = config.augment
     if not augment.mixup_alpha and not augment.cutmix_alpha:
         return None
-    return MixupConfig(augment.mixup_alpha, augment.cutmix_alpha, switch_share=augment.cutmix_share)
+    shares = {"switch_share": augment.cutmix_share, "mixed_share": augment.mixed_share}
+    return MixupConfig(augment.mixup_alpha, augment.cutmix_alpha, **shares)
+
+
+def erasing(config: TrainStage) -> ErasingConfig | None:
+    """Make the stage's random erasing, if any."""
+    given = config.augment.random_erasing
+    return given and ErasingConfig(given.probability, given.mode, given.count)
 
 
 def access_of(stage: Stage, shards: ShardSet) -> Access:

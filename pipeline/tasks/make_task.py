@@ -28,7 +28,9 @@ def make_task(
         classes=task_outputs(config, classes=data.train.classes),
         label_kind="multi" if data.train.is_multi_label else "single",
         normalisation=normalisation,
-        train_loss=loss_function(config.loss, label_smoothing=config.label_smoothing)
+        train_loss=loss_function(
+            config.loss, label_smoothing=config.label_smoothing, target_threshold=config.target_threshold
+        )
         if isinstance(config.loss, str)
         else _own_loss(config.loss.custom),
         loss_kind=config.loss_kind,

@@ -11,6 +11,7 @@ from torch import nn
 from shardvit.data_shards.durable import make_folders
 from shardvit.data_shards.loading.device_prefetch import prefetch_to_device
 from shardvit.data_shards.loading.loader import TrainLoader, eval_batches
+from shardvit.data_shards.vocabulary import GOOGLES
 from shardvit.model.formats.export import save_for_others
 from shardvit.pipeline.budget.memory import copied_bytes
 from shardvit.pipeline.checkpoint.disk_space import check_free_space, estimate_bytes
@@ -65,7 +66,8 @@ def make_job(
         num_samples={name: one.num_samples for name, one in sets.items()},
         max_share=recipe.data.max_corrupt_share,
     )
-    stream = train_stream(stage, place=ranks.place, own_code="run")
+    normalisation = getattr(task, "normalisation", GOOGLES)  # an own task may have none
+    stream = train_stream(stage, place=ranks.place, own_code="run", normalisation=normalisation)
     workers = data_workers(
         recipe, stage=stage.name, batches=stream, step=state.step, device=engine.device, ranks=ranks, say=report.note
     )

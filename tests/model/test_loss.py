@@ -4,17 +4,19 @@ import math
 
 import pytest
 import torch
+from timm.data.mixup import mixup_target
+from timm.loss import BinaryCrossEntropy, SoftTargetCrossEntropy
 from torch.nn import functional as F
 
 from shardvit.model.loss import loss_function
-from shardvit.model.vocabulary import LossKind
+from shardvit.model.vocabulary import LossKind, TrainLoss
 
 KINDS: list[LossKind] = ["softmax", "sigmoid"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "bce"])
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
-def test_indices_and_one_hot_rows_are_the_same_targets(kind: LossKind, label_smoothing: float) -> None:
+def test_indices_and_one_hot_rows_are_the_same_targets(kind: TrainLoss, label_smoothing: float) -> None:
     loss = loss_function(kind, label_smoothing=label_smoothing)
     logits, indices = torch.randn(6, 5), torch.tensor([0, 4, 2, 2, 1, 3])
     torch.testing.assert_close(loss(logits, indices), loss(logits, F.one_hot(indices, 5).float()))
@@ -34,6 +36,34 @@ def test_sigmoid_smoothing_is_on_and_off_values_of_each_class() -> None:
         loss_function("sigmoid", label_smoothing=1e-4)(logits, indices),
         loss_function("sigmoid")(logits, smoothed),
     )
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("threshold", [None, 0.0, 0.2])
+def test_bce_is_timms_on_labels_and_on_mixed_ones(smoothing: float, threshold: float | None) -> None:
+    ours = loss_function("bce", label_smoothing=smoothing, target_threshold=threshold)
+    logits, indices = torch.randn(6, 9) * 3, torch.tensor([5, 0, 3, 3, 8, 1])
+    theirs = BinaryCrossEntropy(smoothing=smoothing, target_threshold=threshold)
+    torch.testing.assert_close(ours(logits, indices), theirs(logits, indices), rtol=1e-6, atol=0)
+    for weight in (1.0, 0.85, 0.3):
+        smoothed, plain = (mixup_target(indices, 9, weight, smoothing=each) for each in (smoothing, 0.0))
+        torch.testing.assert_close(ours(logits, plain), theirs(logits, smoothed), rtol=1e-6, atol=0)
+
+
+def test_deit_3s_loss_counts_each_class_of_a_mixed_image_in_full() -> None:
+    """facebookresearch/deit, engine.py and main.py: `BCEWithLogitsLoss` of the targets above 0."""
+    logits, indices = torch.randn(4, 6), torch.tensor([5, 0, 3, 3])
+    mixed = mixup_target(indices, 6, 0.999, smoothing=0.0)
+    expected = torch.nn.BCEWithLogitsLoss()(logits, (mixed > 0).float())
+    torch.testing.assert_close(loss_function("bce", target_threshold=0.0)(logits, mixed), expected)
+
+
+@pytest.mark.parametrize("weight", [1.0, 0.7, 0.2])
+def test_smoothing_mixed_labels_is_timms_mixing_of_smoothed_ones(weight: float) -> None:
+    logits, indices = torch.randn(6, 9) * 3, torch.tensor([5, 0, 3, 3, 8, 1])
+    expected = SoftTargetCrossEntropy()(logits, mixup_target(indices, 9, weight, smoothing=0.1))
+    ours = loss_function("softmax", label_smoothing=0.1)(logits, mixup_target(indices, 9, weight))
+    torch.testing.assert_close(ours, expected, rtol=1e-6, atol=0)
 
 
 def _in_float64(kind: LossKind, logits: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -85,7 +115,9 @@ def test_softmax_weighs_each_row_by_the_sum_of_its_targets() -> None:
     assert loss(logits, none).item() == 0
 
 
-@pytest.mark.parametrize(("kind", "label_smoothing"), [("softmax", 1.0), ("softmax", -0.1), ("sigmoid", 0.5)])
-def test_smoothing_out_of_range_is_refused(kind: LossKind, label_smoothing: float) -> None:
+@pytest.mark.parametrize(
+    ("kind", "label_smoothing"), [("softmax", 1.0), ("softmax", -0.1), ("sigmoid", 0.5), ("bce", 1.0)]
+)
+def test_smoothing_out_of_range_is_refused(kind: TrainLoss, label_smoothing: float) -> None:
     with pytest.raises(ValueError, match="label_smoothing must be at least 0 and below"):
         loss_function(kind, label_smoothing=label_smoothing)

@@ -11,6 +11,7 @@ from timm.data.mixup import mixup_target
 
 from shardvit.data_shards.images.crops import Box
 from shardvit.data_shards.loading.batch import Batch
+from shardvit.data_shards.loading.erasing import NOISE_PLACES, Erasure, normal_numbers
 from shardvit.data_shards.loading.mixing import Mix, MixupConfig, draw_mix
 from shardvit.data_shards.vocabulary import LabelKind
 from shardvit.pipeline.stage.pixels import model_input, targets
@@ -97,7 +98,7 @@ def test_cutmix_pastes_the_box_of_the_next_row_after_its_flip():
     np.testing.assert_array_equal(model_input(batch, device=CPU, dtype=torch.float32).numpy(), expected)
 
 
-@pytest.mark.parametrize("mix", [Mix("mixup", keep=1.0), Mix("cutmix", keep=1.0)])
+@pytest.mark.parametrize("mix", [Mix("mixup", keep=1.0), Mix("cutmix", keep=1.0), Mix("none", keep=1.0)])
 def test_a_weight_of_one_leaves_the_images_and_labels(mix: Mix):
     batch = random_batch(5, mix=mix)
     plain = rows(replace(batch, mix=None), [0, 1, 2, 3])
@@ -105,6 +106,27 @@ def test_a_weight_of_one_leaves_the_images_and_labels(mix: Mix):
     torch.testing.assert_close(model_input(batch, device=CPU, dtype=torch.float32), whole, rtol=0, atol=0)
     shares = targets(batch, device=CPU, num_classes=5, label_kind="single")
     torch.testing.assert_close(shares, torch.nn.functional.one_hot(plain.labels, 5).float(), rtol=0, atol=0)
+
+
+ERASINGS = [
+    Erasure(0, Box(top=1, left=2, height=3, width=4), "pixel", noise=77),
+    Erasure(2, Box(top=0, left=0, height=6, width=2), "rand", noise=NOISE_PLACES - 1),
+    Erasure(2, Box(top=4, left=1, height=2, width=5), "const", noise=5),
+]
+
+
+@pytest.mark.parametrize("mix", [None, Mix("mixup", keep=0.7)])
+def test_rectangles_are_erased_after_flip_and_scaling_and_before_mixing(mix: Mix | None):
+    batch = random_batch(4, mix=mix)
+    own = expected_input(batch.images.numpy(), batch.mirrored.tolist())
+    noise = normal_numbers(NOISE_PLACES + 108)
+    own[0, :, 1:4, 2:6] = noise[77 : 77 + 36].reshape(3, 3, 4)
+    own[2, :, :, :2] = noise[NOISE_PLACES - 1 : NOISE_PLACES + 2].reshape(3, 1, 1)
+    own[2, :, 4:, 1:] = 0
+    if mix is not None:
+        own = own[:-1] * np.float32(0.7) + own[1:] * np.float32(1 - 0.7)
+    found = model_input(replace(batch, erasures=tuple(ERASINGS)), device=CPU, dtype=torch.float32)
+    np.testing.assert_array_equal(found.numpy(), own)
 
 
 @law

@@ -24,7 +24,7 @@ class MaskedPatchStage(TrainStage):
         yield from super().problems()
         why = "with masked patch prediction"
         yield from self.ignored("loss", "label_smoothing", "patch_dropout", "metrics", "task", why=why)
-        yield from self.augment.ignored("mixup_alpha", "cutmix_alpha", why=why, group="augment.")
+        yield from self.augment.ignored("random_erasing", "mixup_alpha", "cutmix_alpha", why=why, group="augment.")
 
 
 class PretrainStage(TrainStage):

@@ -10,7 +10,15 @@ from pydantic import AfterValidator, Field, model_validator
 
 from shardvit.data_shards.vocabulary import EvalProtocol
 from shardvit.model.config import Regularisation
-from shardvit.model.vocabulary import LOSSES, DropoutMasks, HeadKind, InitStyle, LossKind
+from shardvit.model.vocabulary import (
+    LOSSES,
+    DropoutMasks,
+    HeadKind,
+    InitStyle,
+    LossKind,
+    StochasticDepthRule,
+    TrainLoss,
+)
 from shardvit.pipeline.own_code.by_path import OwnCode
 from shardvit.pipeline.recipe.data import MOST_SIDE, OneSet, SomeSets, several, without_secrets
 from shardvit.pipeline.recipe.duration import DurationText, Strict
@@ -106,16 +114,22 @@ class TrainStage(Strict):
     schedule: ScheduleConfig = ScheduleConfig()
     ema: EmaConfig | None = None
     augment: AugmentConfig = AugmentConfig()
-    loss: LossKind | OwnLossConfig = "softmax"
+    loss: TrainLoss | OwnLossConfig = "softmax"
+    """sigmoid: summed over the classes (Google's); bce: their mean, and smoothing as for softmax (timm's, DeiT's)."""
     task: OwnCode | None = None
     """FILE:CLASS of your own, for a loss that needs more than logits and labels, such as distillation or rotations: a
     subclass of `Classification`. See docs/own-code.md."""
     callbacks: tuple[OwnCode, ...] = ()
     """FILE:CLASS each, told after each step and evaluation and before each checkpoint. See docs/own-code.md."""
     label_smoothing: float = Field(default=0.0, ge=0, lt=1)
+    target_threshold: float | None = Field(default=None, ge=0, lt=1)
+    """loss bce: a class counts in full if its share of the target is above this, else not at all; DeiT III: 0 (each
+    class of a mixed image), ResNet strikes back: 0.2."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     stochastic_depth: float = Field(default=0.0, ge=0, lt=1)
     """Drop rate of the last block, falling linearly to 0 at the first."""
+    stochastic_depth_rule: StochasticDepthRule = "linear"
+    """uniform: the same rate in all blocks (DeiT III)."""
     patch_dropout: float = Field(default=0.0, ge=0, lt=1)
     """Share of patches that a step drops; 0.5 halves the compute (FLIP)."""
     unmasked_finish: DurationText = "0 steps"
@@ -177,7 +191,13 @@ class TrainStage(Strict):
 
     @property
     def regularisation(self) -> Regularisation:
-        return Regularisation(self.dropout, self.stochastic_depth, self.patch_dropout, masks=self.dropout_masks)
+        return Regularisation(
+            self.dropout,
+            self.stochastic_depth,
+            self.patch_dropout,
+            masks=self.dropout_masks,
+            depth_rule=self.stochastic_depth_rule,
+        )
 
     @property
     def draws_in_blocks(self) -> bool:
@@ -187,7 +207,7 @@ class TrainStage(Strict):
     @property
     def loss_kind(self) -> LossKind:
         """Probabilities: softmax of all logits, or sigmoid of each."""
-        return self.loss.probabilities if isinstance(self.loss, OwnLossConfig) else self.loss
+        return self.loss.probabilities if isinstance(self.loss, OwnLossConfig) else LOSSES[self.loss].probabilities
 
     @property
     def own_metrics(self) -> dict[str, OwnCode]:
@@ -212,6 +232,10 @@ class TrainStage(Strict):
             yield from self.ignored("label_smoothing", why="on a loss of your own, which may smooth its targets")
         elif self.label_smoothing >= (bound := LOSSES[self.loss].smoothing_below):
             yield f"label_smoothing {self.label_smoothing} inverts {self.loss}'s targets: stay below {bound:g}"
+        if self.loss != "bce":
+            yield from self.ignored("target_threshold", why="on a loss other than bce")
+        if not self.stochastic_depth:
+            yield from self.ignored("stochastic_depth_rule", why="without stochastic_depth")
         if not self.patch_dropout:
             yield from self.ignored("unmasked_finish", why="without patch_dropout")
         if not (self.dropout or self.stochastic_depth or self.patch_dropout):

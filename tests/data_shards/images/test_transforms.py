@@ -5,6 +5,7 @@ big_vision's two functions written down again in numpy's words.
 """
 
 import io
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from scipy import stats
+from torchvision.transforms import InterpolationMode
+from torchvision.transforms import functional as F
+from torchvision.transforms.functional import _compute_resized_output_size
+from torchvision.transforms.v2.functional import resize as resize_v2
 
 from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.images.crops import DRAWS_PER_SAMPLE, Box, Pixels, google_crop, place_of, torchvision_crop
@@ -134,6 +140,49 @@ def test_resize_and_crop_takes_any_square_of_the_resized_image(kernel: dict[str,
         np.testing.assert_array_equal(square, scaled[box.top : box.top + 16, box.left : box.left + 16])
         places.add((box.top, box.left))
     assert {top for top, _ in places} == set(range(9)) and {left for _, left in places} == set(range(21))
+
+
+def test_simple_random_is_torchvisions_resize_and_padded_crop():
+    """`Resize(16)` to its rounding and `RandomCrop(16, padding=4, padding_mode="reflect")`, as in DeiT III."""
+    image = noise(70, 47)
+    transform = TrainTransform(16, crop="simple_random", interpolation="bicubic")
+    height, width = 16 * 70 // 47, 16
+    assert _compute_resized_output_size((70, 47), [16]) == [height, width]
+    scaled = resize(image, height=height, width=width, interpolation="bicubic")
+    padded = F.pad(Image.fromarray(scaled), [4], padding_mode="reflect")
+    places = set()
+    for seed in range(600):
+        box = place_of(16, height=height + 8, width=width + 8, draws=draws_for(seed))
+        square, _ = transform(held(image), draws=draws_for(seed))
+        np.testing.assert_array_equal(square, np.asarray(F.crop(padded, box.top, box.left, 16, 16)))
+        places.add((box.top, box.left))
+    assert {top for top, _ in places} == set(range(16)) and {left for _, left in places} == set(range(9))
+
+
+def test_random_interpolation_is_either_kernel_half_of_the_time():
+    image, kinds = held(noise(90, 90)), Counter[str]()
+    transforms = {
+        kernel: TrainTransform(16, crop_area=(0.5, 1), interpolation=kernel)
+        for kernel in ("random", "bilinear", "bicubic")
+    }
+    for seed in range(400):
+        found = {kernel: each(image, draws=draws_for(seed))[0] for kernel, each in transforms.items()}
+        kinds.update(k for k in ("bilinear", "bicubic") if np.array_equal(found[k], found["random"]))
+    assert kinds.total() == 400 and stats.binomtest(kinds["bilinear"], 400).pvalue > 1e-3
+
+
+@pytest.mark.parametrize("side", [24, 150])
+def test_a_bicubic_crop_is_torchvisions_and_pillows_antialiased_one(side: int):
+    y, x = np.mgrid[0:120, 0:120] / 120
+    smooth = np.stack([x, y, np.sin(9 * x + 30 * y * y) / 2 + 0.5], axis=2)
+    image = (smooth * 200 + noise(120, 120) * 0.2).astype(np.uint8)
+    transform = TrainTransform(side, crop_area=(1, 1), crop_ratio=(1, 1), interpolation="bicubic")
+    found = transform(held(image), draws=draws_for(1))[0].astype(int)
+    tensor = torch.from_numpy(image).permute(2, 0, 1)
+    theirs = resize_v2(tensor, [side, side], interpolation=InterpolationMode.BICUBIC, antialias=True)
+    assert np.abs(found - theirs.permute(1, 2, 0).numpy()).max() <= 1
+    pillows = np.asarray(Image.fromarray(image).resize((side, side), Image.Resampling.BICUBIC)).astype(int)
+    assert np.abs(found - pillows).max() <= 2 and np.mean(found != pillows) < 0.1
 
 
 @pytest.mark.parametrize("share", [0.0, 0.25, 0.5, 1.0])

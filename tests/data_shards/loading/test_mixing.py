@@ -154,3 +154,13 @@ def test_deciding_what_to_mix_needs_no_torch():
         "draw_mix(MixupConfig(0.2), seed=0, step=0, image_size=8)\nassert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=240, cwd=Path(mixing.__file__).parents[2])
+
+
+def test_a_share_of_the_batches_is_mixed_and_as_without_it():
+    all_mixed, some = MixupConfig(0.8, 1.0), MixupConfig(0.8, 1.0, mixed_share=0.3)
+    pairs = list(zip(draw_many(all_mixed, count=2000), draw_many(some, count=2000), strict=True))
+    mixed = [ours == plain for plain, ours in pairs]
+    assert {ours for plain, ours in pairs if ours != plain} == {Mix("none", keep=1.0)}
+    assert stats.binomtest(sum(mixed), 2000, 0.3).pvalue > 1e-3
+    with pytest.raises(UserError, match="mixed_share"):
+        MixupConfig(0.8, mixed_share=1.5)

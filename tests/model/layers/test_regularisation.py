@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from shardvit.model.config import ModelConfig, Regularisation
 from shardvit.model.vit import build_model, timm_arguments
-from shardvit.model.vocabulary import Pool
+from shardvit.model.vocabulary import DropoutMasks, Pool
 from tests.model.comparing import randomise
 
 DEPTH, PATCHES = 4, 36
@@ -39,6 +39,16 @@ def test_stochastic_depth_rises_linearly_as_timms(position: str) -> None:
         for branch in (1, 2):
             assert ours[f"blocks.{layer}.drop_path{branch}"] == pytest.approx(0.3 * layer / (DEPTH - 1))
     assert len(ours) == 2 * (DEPTH - 1)
+
+
+@pytest.mark.parametrize("masks", ["process", "sample"])
+def test_uniform_stochastic_depth_has_one_rate_in_all_blocks(masks: DropoutMasks) -> None:
+    """As facebookresearch/deit's models_v2.py: `dpr = [drop_path_rate for i in range(depth)]`."""
+    by = Regularisation(stochastic_depth=0.3, masks=masks, depth_rule="uniform")
+    model = build_model(_config(), image_size=24, num_classes=3, head="linear", regularisation=by)
+    assert _drop_paths(model) == {f"blocks.{layer}.drop_path{side}": 0.3 for layer in range(DEPTH) for side in (1, 2)}
+    off = Regularisation(depth_rule="uniform")
+    assert not _drop_paths(build_model(_config(), image_size=24, num_classes=3, head="linear", regularisation=off))
 
 
 def test_a_dropped_branch_is_missing_and_a_kept_one_larger() -> None:

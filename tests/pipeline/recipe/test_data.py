@@ -5,12 +5,17 @@ from typing import Any
 
 import pytest
 import yaml
+from PIL import Image
 
 from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.images.auto_augment import AutoAugment
+from shardvit.data_shards.images.color_jitter import ColorJitter
+from shardvit.data_shards.loading.erasing import ErasingConfig
+from shardvit.data_shards.vocabulary import Normalisation
 from shardvit.pipeline.recipe.data import ShardsConfig
 from shardvit.pipeline.recipe.io import differences, dump_recipe, load_recipe, parse_recipe
 from shardvit.pipeline.recipe.schema import Recipe
-from shardvit.pipeline.stage.batches import eval_transform, mixup, train_transform
+from shardvit.pipeline.stage.batches import erasing, eval_transform, mixup, train_transform
 from tests.small_recipe import small_recipe, small_stage, write_recipe
 
 
@@ -71,6 +76,18 @@ def test_a_plain_location_stays_plain_in_what_is_printed(tmp_path: Path):
         ({"eval_crop_share": 0.9}, "has no effect with eval_protocol vit"),
         ({"eval_protocol": "torch"}, "eval_protocol"),
         ({"augment": {"cutmix_share": 0.2, "mixup_alpha": 0.5}}, "set both alphas"),
+        ({"augment": {"mixed_share": 0.5}}, "without mixup_alpha or cutmix_alpha"),
+        ({"augment": {"auto_augment": "3a", "rand_augment": {"magnitude": 9}}}, "leave one out"),
+        ({"augment": {"color_jitter": [0.1, 0.2]}}, "augment.color_jitter"),
+        ({"augment": {"color_jitter": [0.1, 0.2, 0.1, 0.6]}}, "augment.color_jitter"),
+        ({"augment": {"color_jitter": -0.1}}, "augment.color_jitter"),
+        ({"augment": {"random_erasing": {"probability": 0}}}, "random_erasing.probability"),
+        ({"augment": {"crop": "simple_random", "crop_area": [0.3, 1.0]}}, "with crop simple_random"),
+        ({"augment": {"crop": "simple_random", "resize_size": 9}}, "with crop simple_random"),
+        ({"augment": {"interpolation": "random", "antialias": "none"}}, "with interpolation random"),
+        ({"target_threshold": 0.2}, "on a loss other than bce"),
+        ({"loss": "sigmoid", "target_threshold": 0.2}, "on a loss other than bce"),
+        ({"stochastic_depth_rule": "uniform"}, "without stochastic_depth"),
         ({"augment": {"rand_augment": {"magnitude": 9.5}}}, "magnitude"),
         ({"augment": {"crop_area": [0.9, 0.1]}}, "crop_area"),
     ],
@@ -139,6 +156,80 @@ def test_every_augmentation_key_reaches_the_data_path(tmp_path: Path):
     assert (mixing.mixup_alpha, mixing.cutmix_alpha, mixing.switch_share) == (0.2, 1.0, 0.75)
     assert (evaluation.image_size, evaluation.protocol, evaluation.crop_share) == (8, "timm", 0.95)
     assert mixup(recipe(tmp_path).train_stage("pretrain")) is None
+
+
+def test_pytorchs_augmentations_reach_it(tmp_path: Path):
+    augment = {
+        "crop": "simple_random",
+        "interpolation": "bicubic",
+        "auto_augment": "3a",
+        "color_jitter": 0.3,
+        "random_erasing": {"probability": 0.25, "count": 2},
+        "mixup_alpha": 0.8,
+        "mixed_share": 0.5,
+    }
+    config = recipe(tmp_path, augment=augment).train_stage("pretrain")
+    mean = Normalisation(mean=(0.485, 0.456, 0.406))
+    transform, mixing = train_transform(config, normalisation=mean), mixup(config)
+    assert (transform.crop, transform.interpolation) == ("simple_random", "bicubic")
+    assert transform.auto_augment == AutoAugment("3a", 8, "bicubic", fill=(124, 116, 104))
+    assert transform.color_jitter == ColorJitter(0.3, 0.3, 0.3, 0.0)
+    assert erasing(config) == ErasingConfig(0.25, "pixel", 2)
+    assert mixing is not None and mixing.mixed_share == 0.5
+    plain = recipe(tmp_path).train_stage("pretrain")
+    assert train_transform(plain).auto_augment is train_transform(plain).color_jitter is erasing(plain) is None
+    four = recipe(tmp_path, augment={"color_jitter": [0.4, 0.4, 0.2, 0.1]}).train_stage("pretrain")
+    assert train_transform(four).color_jitter == ColorJitter(0.4, 0.4, 0.2, 0.1)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "original",
+        "originalr",
+        "v0",
+        "v0r",
+        "3a",
+        "original-mstd0.5",
+        "rand",
+        "rand-m9-mstd0.5-inc1",
+        "rand-m7-n3-p0.5-mmax20",
+        "rand-inc0-t3a",
+        "rand-n2-t3aw",
+        "rand-tweights-p1",
+        "rand-m15-mstd101",
+    ],
+)
+def test_a_policy_that_recipes_take_is_one_that_timm_makes(tmp_path: Path, policy: str):
+    config = recipe(tmp_path, augment={"auto_augment": policy}).train_stage("pretrain")
+    transform = train_transform(config).auto_augment
+    assert transform is not None and transform(Image.new("RGB", (8, 8)), draw=0.3).size == (8, 8)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "orignal",
+        "original-m3",
+        "3a-n2",
+        "rand-m9-m5",
+        "rand-mstd1-m9-mstd2",
+        "rand-x1",
+        "rand-p.5",
+        "rand-p1.5",
+        "rand-n0",
+        "rand-n11",
+        "rand-m9-",
+        "rand-mstd",
+        "rand-tother",
+        "rand-inc2",
+        "augmix-m3",
+        "RAND",
+    ],
+)
+def test_a_policy_that_timm_would_misread_is_refused(tmp_path: Path, policy: str):
+    with pytest.raises(UserError, match="is none of timm's"):
+        recipe(tmp_path, augment={"auto_augment": policy})
 
 
 def test_googles_data_path_reaches_it_too(tmp_path: Path):
