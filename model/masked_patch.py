@@ -8,16 +8,15 @@ pooling (`pool: map`) the trunk is built without it, so no unused weights are de
 """
 
 import torch
-from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from shardvit.model.config import NO_REGULARISATION, ModelConfig, Regularisation
 from shardvit.model.init import initialise
-from shardvit.model.vit import PositionedVit, build_model, encode
+from shardvit.model.vit import PositionedVit, Vit, build_model, encode
 from shardvit.model.vocabulary import COLOUR_LEVELS, COLOURS
 
 
-class MaskedPatchVit(VisionTransformer):
+class MaskedPatchVit(Vit):
     """A trunk with `mask_token` [1, 1, D] and a head of 512 outputs per token."""
 
     mask_token: nn.Parameter

@@ -34,9 +34,15 @@ from shardvit.model.config import NO_REGULARISATION, ModelConfig, Regularisation
 from shardvit.model.layers.dropout import by_sample
 from shardvit.model.layers.head import MlpHead
 from shardvit.model.own.custom import build_custom
-from shardvit.model.positions.embedding import Position, make_position, relative_attention
+from shardvit.model.positions.embedding import (
+    Position,
+    RelativeAttention,
+    add_learned,
+    make_position,
+    relative_attention,
+)
 from shardvit.model.resnet import BitResnet, build_resnet, stem_embedding
-from shardvit.model.vocabulary import HeadKind
+from shardvit.model.vocabulary import HeadKind, Interpolation
 
 _TIMM_POOL = {"cls": "token", "gap": "avg", "map": "map"}
 _TIMM_GELU = {"tanh": "gelu_tanh", "erf": "gelu"}
@@ -58,7 +64,41 @@ class PatchProjection(nn.Conv2d):
         return "Conv2d"
 
 
-class PositionedVit(VisionTransformer):
+class Vit(VisionTransformer):
+    """timm's, which once `takes_other_sizes` interpolates `pos_embed` to the grid of the images at hand."""
+
+    interpolation: Interpolation = "google"
+
+    def _pos_embed(self, x: Tensor) -> Tensor:
+        if self.pos_embed is None or self.patch_embed.strict_img_size:
+            return super()._pos_embed(x)
+        others = [each.expand(len(x), -1, -1) for each in (self.cls_token, self.reg_token) if each is not None]
+        number, without_row = self.num_prefix_tokens, self.no_embed_class
+        tokens = add_learned(
+            self.pos_embed,
+            torch.cat([*others, x], dim=1),
+            rows_of_prefix=0 if without_row else number,
+            without_row=number if without_row else 0,
+            kernel=self.interpolation,
+        )
+        return self.pos_drop(tokens)
+
+    def _get_name(self) -> str:  # in `repr`, as in timm
+        return "VisionTransformer"
+
+
+def takes_other_sizes(model: nn.Module, *, interpolation: Interpolation) -> None:
+    """Let a model of `build_model`, changed in place, take square images of other sizes that its patches divide. Its
+    parameters stay those of its own size: learned positions are interpolated in the forward pass, differentiably, so
+    that optimizer state, checkpoints and files never change shape. ValueError if its positions are relative."""
+    if isinstance(model, Vit):
+        if any(isinstance(module, RelativeAttention) for module in model.modules()):
+            raise ValueError("relative positions are undefined at another resolution than the model's")
+        model.patch_embed.strict_img_size = False
+        model.interpolation = interpolation
+
+
+class PositionedVit(Vit):
     """A VisionTransformer with our own position embedding, `position`, instead of timm's `pos_embed`."""
 
     position: Position
@@ -129,7 +169,7 @@ def _build_vit(
         more = {"embed_layer": stem_embedding(config, image_size=image_size), "patch_size": sizes.stem_patch_size}
     if config.position == "relative":
         more["attn_layer"] = relative_attention(num_prefix_tokens + grid_size**2)
-    model = (VisionTransformer if timms_own else PositionedVit)(
+    model = (Vit if timms_own else PositionedVit)(
         **timm_arguments(config, image_size=image_size) | more,
         num_classes=num_classes,
         norm_layer=partial(nn.LayerNorm, eps=config.layer_norm_eps),

@@ -19,7 +19,7 @@ A training crop at 224 pixels takes 0.2 ms for an ImageNet photograph, once deco
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -84,6 +84,11 @@ class TrainTransform:
         """
         box = self.box(image.height, image.width, draws=draws)
         return self.finish(image.pixels(box), draws=draws, into=into), bool(self.mirrors(draws))
+
+    def at(self, image_size: int) -> "TrainTransform":
+        """The same for squares of another side: `resize_size` keeps its ratio to it."""
+        resized = self.resize_size and max(image_size, round(self.resize_size * image_size / self.image_size))
+        return replace(self, image_size=image_size, resize_size=resized)
 
     def mirrors(self, draws: NDArray[np.float64]) -> NDArray[np.bool_]:
         """Tell which samples to mirror."""

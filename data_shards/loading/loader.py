@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.images.crops import DRAWS_PER_SAMPLE
+from shardvit.data_shards.images.size_phases import SizePhase, phase_at
 from shardvit.data_shards.images.transforms import EvalTransform, TrainTransform
 from shardvit.data_shards.loading.assemble import Access, Assembler
 from shardvit.data_shards.loading.batch import Batch
@@ -57,10 +58,14 @@ class TrainBatches:
         seed: int,
         mixup: MixupConfig | None = None,
         erasing: ErasingConfig | None = None,
+        phases: Sequence[SizePhase] = (),
     ) -> None:
+        """`phases`: sides of the images by step; (): the transform's."""
         self.access, self._assembler = access, Assembler(access)
         self.order, self.layout, self.seed = order, layout, seed
         self._transform, self._mixup, self._erasing = transform, mixup, erasing
+        self._phases = tuple(phases)
+        self._by_phase = tuple(transform.at(phase.image_size) for phase in phases) or (transform,)
         is_mixing = draw_mix(mixup, seed=seed, step=0, image_size=transform.image_size) is not None
         self._rows = layout.micro_batch_size + is_mixing  # per micro-batch; the added one is the next slot's sample
         self._plans: dict[int, tuple[SampleRefs, NDArray[np.float64]]] = {}
@@ -71,10 +76,11 @@ class TrainBatches:
     def __getitem__(self, number: int) -> Batch:
         """Make a micro-batch; mixing adds one row, the next slot's sample."""
         step = number // self.layout.accumulation_steps
-        mix = draw_mix(self._mixup, seed=self.seed, step=step, image_size=self._transform.image_size)
+        transform = self._by_phase[phase_at(self._phases, step=step)]
+        mix = draw_mix(self._mixup, seed=self.seed, step=step, image_size=transform.image_size)
         refs, draws = self.plan(number)
-        erasures = draw_erasures(self._erasing, draws, image_size=self._transform.image_size)
-        batch = self._assembler.train(refs, order=self.order, transform=self._transform, draws=draws, mix=mix)
+        erasures = draw_erasures(self._erasing, draws, image_size=transform.image_size)
+        batch = self._assembler.train(refs, order=self.order, transform=transform, draws=draws, mix=mix)
         return replace(batch, erasures=erasures) if erasures else batch
 
     def decode_seconds(self, number: int) -> float | None:

@@ -16,6 +16,7 @@ from shardvit.pipeline.own_code.by_path import own_digests
 from shardvit.pipeline.recipe.duration import parse_duration
 from shardvit.pipeline.recipe.io import dump_recipe
 from shardvit.pipeline.recipe.schema import Recipe
+from shardvit.pipeline.recipe.stages.image_growth import shown
 from shardvit.pipeline.recipe.vocabulary import StageName
 from shardvit.pipeline.runs.logs import read_metrics
 from shardvit.pipeline.runs.run_folder import RunFolder
@@ -98,7 +99,7 @@ def _column(
     epochs = f"{duration.amount:g}" if duration.unit == "epochs" else UNKNOWN
     return {
         "parameters": f"{short(cost.parameters)} + classes" if needs_classes else f"{cost.parameters:,}",
-        "image size": f"{config.image_size} px",
+        "image size": shown(config.image_size),
         "training images": known(images),
         "held-out images": known(there.held_out and there.held_out.num_samples),
         "also evaluated": ", ".join(f"{name} ({known(one and one.num_samples)})" for name, one in also.items()),

@@ -10,6 +10,7 @@ from shardvit.pipeline.budget.communication import GOOD_KEPT_SHARE
 from shardvit.pipeline.budget.forecast import Hardware, StageForecast
 from shardvit.pipeline.budget.gpus import RESERVE_SHARE
 from shardvit.pipeline.recipe.schema import EngineConfig, Recipe
+from shardvit.pipeline.recipe.stages.image_growth import shown
 
 UNKNOWN = "?"
 
@@ -42,6 +43,7 @@ def as_page(plan: RecipeForecast) -> str:
         gpu_hours = plan.hours * plan.machine.gpus
         lines.append(f"In all: {show_duration(plan.hours * 3600)} on the wall clock, {_number(gpu_hours)} GPU-hours.")
     for stage in plan.stages:
+        lines += ["", _phases(stage)] if stage.phases else []
         lines += ["", _memory(plan, stage)]
     return printable("\n".join([*lines, "", *map(_wrapped, _glossary(plan))]))
 
@@ -75,7 +77,7 @@ def _column(stage: StageForecast) -> dict[str, str]:
     of_epoch, shards = stage.shards.num_images, stage.shards.num_shards
     batch = f"{plan.world_size:,} x {plan.accumulation_steps} x {plan.micro_batch_size}"
     found = {
-        "image size, px": str(stage.config.image_size),
+        "image size, px": shown(stage.config.image_size).removesuffix(" px"),
         "parameters": short(stage.cost.parameters),
         "FLOPs an image": short(stage.cost.training_flops),
         "global batch": f"{stage.config.global_batch_size:,}",
@@ -167,6 +169,21 @@ def _words(plan: RecipeForecast) -> dict[str, str]:
     }
 
 
+def _phases(stage: StageForecast) -> str:
+    """Tabulate the phases of images that grow; the columns above are of the last."""
+    rows = [["", "steps", "FLOPs an image", "ms a step", "hours"]]
+    for each in stage.phases:
+        seconds = each.step_seconds
+        times = ["", ""] if seconds is None else [f"{1000 * seconds:.3g}", f"{each.steps * seconds / 3600:.3g}"]
+        rows.append([f"{each.image_size} px", f"{each.steps:,}", short(each.training_flops), *times])
+    images = sum(each.steps * each.training_flops for each in stage.phases)
+    share = images / (sum(each.steps for each in stage.phases) * stage.cost.training_flops)
+    title = (
+        f"{stage.name}: images grow, and take {share:.1%} of the FLOPs that they would at {stage.config.image_size} px"
+    )
+    return f"{title}; speed and memory above and below are those of the last phase\n{table(rows, align='lr')}"
+
+
 def _memory(plan: RecipeForecast, stage: StageForecast) -> str:
     """Tabulate one GPU's memory under each ZeRO stage, without and with activation checkpointing."""
     gpu, images = plan.machine.gpu, stage.plan.micro_batch_size
@@ -250,7 +267,15 @@ def as_json(plan: RecipeForecast) -> dict[str, Any]:
 
 
 # Fields only training needs: left out of the JSON.
-_OF_TRAINING = {"schedule", "save_after_evaluations", "patch_dropout", "max_skipped_steps", "slow_rank", "seed"}
+_OF_TRAINING = {
+    "schedule",
+    "size_phases",
+    "save_after_evaluations",
+    "patch_dropout",
+    "max_skipped_steps",
+    "slow_rank",
+    "seed",
+}
 
 
 def _stage_json(stage: StageForecast) -> dict[str, Any]:
@@ -260,6 +285,7 @@ def _stage_json(stage: StageForecast) -> dict[str, Any]:
         "plan": plan | {"warmup_steps": stage.plan.schedule.warmup_steps},
         "problem": stage.problem,
         "total_images": stage.total_images,
+        **({"phases": [asdict(each) for each in stage.phases]} if stage.phases else {}),
         "memory": {
             f"zero_{zero_stage}": {**asdict(row), "resting_bytes": row.state.resting_bytes}
             for zero_stage, row in stage.memory.items()

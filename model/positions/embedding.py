@@ -22,6 +22,7 @@ added to the content's before the softmax. Details that D.4 leaves open follow G
   one number of tokens only.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -31,36 +32,72 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shardvit.model.config import ModelConfig
-from shardvit.model.vocabulary import PositionAt
+from shardvit.model.positions.interpolation import along_side, on_grid
+from shardvit.model.vocabulary import Interpolation, PositionAt
 
 SINCOS_TEMPERATURE = 10_000.0  # big_vision, models/vit.py
 
 
 class Learned1d(nn.Module):
-    """Add `embedding` [1, T, D] to the last T tokens of [B, T or more, D]."""
+    """Add `embedding` [1, T, D] to the last T tokens of [B, T + `without_row`, D]. Its first `rows_of_prefix` rows are
+    of tokens before the patches; patches on another square grid get the others interpolated."""
 
-    def __init__(self, num_tokens: int, width: int) -> None:
+    def __init__(
+        self,
+        num_tokens: int,
+        width: int,
+        *,
+        rows_of_prefix: int = 0,
+        without_row: int = 0,
+        kernel: Interpolation = "google",
+    ) -> None:
         super().__init__()
         self.embedding = nn.Parameter(torch.zeros(1, num_tokens, width))
+        self.rows_of_prefix, self.without_row, self.kernel = rows_of_prefix, without_row, kernel
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return tokens + _behind_others(self.embedding, tokens)
+        rows, without = self.rows_of_prefix, self.without_row
+        return add_learned(self.embedding, tokens, rows_of_prefix=rows, without_row=without, kernel=self.kernel)
+
+
+def add_learned(
+    embedding: Tensor, tokens: Tensor, *, rows_of_prefix: int, without_row: int, kernel: Interpolation
+) -> Tensor:
+    """Add positions to tokens as `Learned1d`."""
+    rows = tokens.shape[1] - without_row
+    if rows != embedding.shape[1]:
+        patches = rows - rows_of_prefix
+        embedding = on_grid(embedding, patches=patches, num_prefix_tokens=rows_of_prefix, kernel=kernel)
+    return tokens + _behind_others(embedding, tokens)
 
 
 class Learned2d(nn.Module):
     """Add to each patch its `column`, then its `row` (both [grid_size, D/2]), and `prefix` [P, D] to the
-    `num_prefix_tokens` before them (None if 0); nothing to earlier tokens."""
+    `num_prefix_tokens` before them (None if 0); nothing to the `without_row` before these. Patches on another square
+    grid get columns and rows interpolated."""
 
-    def __init__(self, grid_size: int, width: int, *, num_prefix_tokens: int) -> None:
+    def __init__(
+        self,
+        grid_size: int,
+        width: int,
+        *,
+        num_prefix_tokens: int,
+        without_row: int = 0,
+        kernel: Interpolation = "google",
+    ) -> None:
         super().__init__()
         self.column = nn.Parameter(torch.zeros(grid_size, width // 2))
         self.row = nn.Parameter(torch.zeros(grid_size, width // 2))
         self.prefix = nn.Parameter(torch.zeros(num_prefix_tokens, width)) if num_prefix_tokens else None
+        self.num_others, self.kernel = num_prefix_tokens + without_row, kernel
 
     def forward(self, tokens: Tensor) -> Tensor:
-        grid_size = len(self.row)
-        columns = self.column.expand(grid_size, -1, -1)
-        rows = self.row[:, None].expand(-1, grid_size, -1)
+        grid_size = math.isqrt(tokens.shape[1] - self.num_others)
+        column, row = self.column, self.row
+        if grid_size != len(row):
+            column, row = (along_side(each, side=grid_size, kernel=self.kernel) for each in (column, row))
+        columns = column.expand(grid_size, -1, -1)
+        rows = row[:, None].expand(-1, grid_size, -1)
         embedding = torch.cat([columns, rows], dim=-1).flatten(0, 1)
         if self.prefix is not None:
             embedding = torch.cat([self.prefix, embedding])
@@ -73,21 +110,28 @@ def _behind_others(embedding: Tensor, tokens: Tensor) -> Tensor:
 
 
 class SinCos2d(nn.Module):
-    """Add the fixed `table` [P + grid_size^2, D], which no state dict holds."""
+    """Add the fixed `table` [P + grid_size^2, D], which no state dict holds; on another square grid, its own values."""
 
     table: Tensor
 
     def __init__(self, grid_size: int, width: int, *, num_prefix_tokens: int) -> None:
         super().__init__()
+        self.num_prefix_tokens = num_prefix_tokens
+        self.register_buffer("table", self._table(grid_size, width), persistent=False)
+
+    def _table(self, grid_size: int, width: int) -> Tensor:
         grid = sincos_2d(grid_size, width)
-        self.register_buffer("table", torch.cat([grid.new_zeros(num_prefix_tokens, width), grid]), persistent=False)
+        return torch.cat([grid.new_zeros(self.num_prefix_tokens, width), grid])
 
     def forward(self, tokens: Tensor) -> Tensor:
         # DeepSpeed's ZeRO-3 lowers the precision of parameters but not of buffers. Autocast changes neither, and adds
         # learned positions in float32; so does this.
         kind = tokens.device.type  # "meta" has no autocast
         autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-        return tokens + (self.table if autocast else self.table.to(tokens.dtype))
+        table = self.table
+        if len(table) != tokens.shape[1]:  # images of another size
+            table = self._table(math.isqrt(tokens.shape[1] - self.num_prefix_tokens), tokens.shape[2]).to(table)
+        return tokens + (table if autocast else table.to(tokens.dtype))
 
 
 class Position(nn.Module):
@@ -114,13 +158,16 @@ def make_position(config: ModelConfig, *, grid_size: int, num_prefix_tokens: int
     """Make the position embedding for a square grid behind `num_prefix_tokens` tokens (the class token). State:
     `tables.N.embedding`, or `tables.N.{column,row,prefix}`; N is 0, up to `depth` - 1 for "every_layer"."""
     width = config.sizes.width
+    rows, kernel = config.class_token_rows, config.interpolation
+    without_row = num_prefix_tokens - rows
 
     def table() -> nn.Module | None:
         match config.position:
             case "learned_1d":
-                return Learned1d(config.class_token_rows + grid_size**2, width)
+                number = rows + grid_size**2
+                return Learned1d(number, width, rows_of_prefix=rows, without_row=without_row, kernel=kernel)
             case "learned_2d":
-                return Learned2d(grid_size, width, num_prefix_tokens=config.class_token_rows)
+                return Learned2d(grid_size, width, num_prefix_tokens=rows, without_row=without_row, kernel=kernel)
             case "sincos_2d":
                 return SinCos2d(grid_size, width, num_prefix_tokens=num_prefix_tokens)
             case "relative" | "none":

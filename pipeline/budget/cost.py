@@ -7,12 +7,15 @@ of the backward pass.
 from dataclasses import dataclass
 from typing import Literal
 
+from shardvit.data_shards.images.size_phases import size_at
 from shardvit.model.config import ModelConfig
 from shardvit.model.counting.cost import VALUE_BYTES, linear
 from shardvit.model.counting.flops import account
 from shardvit.model.vocabulary import COLOURS
-from shardvit.pipeline.recipe.schema import EngineConfig
+from shardvit.pipeline.recipe.schema import EngineConfig, Recipe
+from shardvit.pipeline.recipe.stage_plan import StagePlan
 from shardvit.pipeline.recipe.stages.train_stage import TrainStage
+from shardvit.pipeline.recipe.vocabulary import StageName
 
 # Autocast (accelerate) keeps norms' inputs in float32: 36 two-byte values for bf16's 32 (measured: 36.2 for B/16).
 _AUTOCAST = 36 / 32
@@ -37,6 +40,21 @@ class StageCost:
     def image_bytes(self, activations: Literal["all", "checkpointed"]) -> int:
         kept = self.activation_bytes if activations == "all" else self.checkpointed_activation_bytes
         return kept + self.working_bytes
+
+
+def phase_costs(recipe: Recipe, *, stage: StageName, plan: StagePlan, num_classes: int) -> dict[int, StageCost]:
+    """Cost of one image in each phase of a stage, by the phase's first step: images may grow, and patch dropout end."""
+    config = recipe.train_stage(stage)
+    ends = {plan.patch_dropout_steps} if 0 < plan.patch_dropout_steps < plan.total_steps else set[int]()
+
+    def cost(step: int) -> StageCost:
+        size = size_at(plan.size_phases, step=step)
+        rate = config.patch_dropout if step < plan.patch_dropout_steps else 0.0
+        changes = {"patch_dropout": rate, "image_size": size or config.image_size}
+        as_then = config.model_copy(update=changes)
+        return stage_cost(recipe.model, stage=as_then, engine=recipe.engine, num_classes=num_classes)
+
+    return {step: cost(step) for step in sorted({0, *ends, *(each.first_step for each in plan.size_phases)})}
 
 
 def stage_cost(model: ModelConfig, *, stage: TrainStage, engine: EngineConfig, num_classes: int) -> StageCost:

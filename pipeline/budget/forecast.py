@@ -4,10 +4,13 @@ Hours exclude evaluation, checkpoints, compiling and waiting for data. `shardvit
 """
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
+from shardvit.data_shards.images.size_phases import size_at
 from shardvit.pipeline.budget.communication import Links, Traffic, Way, Workload, ZeroKind, most_useful_gpus, traffic
-from shardvit.pipeline.budget.cost import StageCost, stage_cost
+from shardvit.pipeline.budget.cost import StageCost, phase_costs, stage_cost
 from shardvit.pipeline.budget.gpus import Gpu
 from shardvit.pipeline.budget.length import Length
 from shardvit.pipeline.budget.memory import (
@@ -98,6 +101,16 @@ class Time:
 
 
 @dataclass(frozen=True)
+class PhaseForecast:
+    """Steps of equal cost: images grow in phases, and patch dropout may end before the stage."""
+
+    steps: int
+    image_size: int
+    training_flops: int  # of one image
+    step_seconds: float | None  # None: speed unknown
+
+
+@dataclass(frozen=True)
 class CheckpointSpace:
     """Bytes of one checkpoint, and the most that exist at once, including the one being written."""
 
@@ -111,7 +124,7 @@ class CheckpointSpace:
 
 @dataclass(frozen=True)
 class StageForecast:
-    """Forecast of one training stage."""
+    """Forecast of one training stage; with `phases`, cost and speed of its last size."""
 
     name: StageName
     config: TrainStage
@@ -119,6 +132,7 @@ class StageForecast:
     plan: StagePlan  # with a `problem`: the nearest sizes
     problem: str | None  # why the stage cannot run on this many processes
     total_images: int | None  # None: length unknown
+    phases: tuple[PhaseForecast, ...]  # of images that grow; (): they do not
     activations: Activations  # as in the recipe
     image_bytes: dict[Activations, int]  # activations of one image at the peak
     memory: dict[ZeroStage, MemoryRow]
@@ -141,26 +155,29 @@ def forecast_stage(
     """Forecast one training stage."""
     config, engine, plan = recipe.train_stage(stage), recipe.engine, length.plan
     cost = stage_cost(recipe.model, stage=config, engine=engine, num_classes=shards.num_classes)
-    finish = None  # of training with patch_dropout: the phase with all patches
-    if config.patch_dropout and plan.patch_dropout_steps < plan.total_steps:
-        whole = config.model_copy(update={"patch_dropout": 0.0})
-        finish = stage_cost(recipe.model, stage=whole, engine=engine, num_classes=shards.num_classes)
+    costs = phase_costs(recipe, stage=stage, plan=plan, num_classes=shards.num_classes)
     own: ZeroStage = engine.zero_stage if engine.backend == "deepspeed" else 0
     shards_state = engine.backend == "deepspeed" and OPTIMIZERS[config.optimizer.name].takes == "pieces"
-    images: dict[Activations, int] = {kind: (finish or cost).image_bytes(kind) for kind in _ACTIVATIONS}
+    images: dict[Activations, int] = {
+        kind: max(each.image_bytes(kind) for each in costs.values()) for kind in _ACTIVATIONS
+    }
     part = _Part(recipe, config, plan, cost, machine, _speed(recipe, cost=cost, machine=machine, given=given))
     stages = ZERO_STAGES if shards_state else (own,)
     memory: dict[ZeroStage, MemoryRow] = {each: part.row(each, images=images) for each in stages}
-    time = part.time(memory[own], zero_stage=own, finish=finish, known=length.known)
+    phases = part.phases(memory[own], zero_stage=own, costs=costs)
+    time = part.time(memory[own], zero_stage=own, phases=phases, known=length.known)
     read = ahead = None
     if time:
-        read = reading(time.images_per_second, image_bytes=shards.image_bytes, image_size=config.image_size)
+        fastest, rate = config.image_size, time.images_per_second
+        if plan.size_phases:  # the smallest images are the fastest
+            fastest, rate = recipe.image_sizes(stage)[0], plan.global_batch_images / (phases[0].step_seconds or 1.0)
+        read = reading(rate, image_bytes=shards.image_bytes, image_size=fastest)
         ahead = reading_ahead(
             recipe,
             image_size=config.image_size,
             micro_batch=plan.micro_batch_size,
             decode_seconds=read.decode_ms / 1000,
-            speed=time.speed.images_per_second,
+            speed=time.speed.images_per_second * rate / time.images_per_second,
         )
     forever = plan.total_steps // plan.keep_steps if plan.keep_steps else 0
     return StageForecast(
@@ -170,6 +187,7 @@ def forecast_stage(
         plan=plan,
         problem=length.problem,
         total_images=plan.total_steps * plan.global_batch_images if length.known else None,
+        phases=phases if plan.size_phases else (),
         activations="checkpointed" if engine.checkpointed_every else "all",
         image_bytes=images,
         memory=memory,
@@ -233,16 +251,30 @@ class _Part:
         }
         return MemoryRow(held, peak, largest, sent, step_seconds, kept_share)
 
-    def time(self, row: MemoryRow, *, zero_stage: ZeroStage, finish: StageCost | None, known: bool) -> Time | None:
+    def phases(
+        self, row: MemoryRow, *, zero_stage: ZeroStage, costs: Mapping[int, StageCost]
+    ) -> tuple[PhaseForecast, ...]:
+        """`costs`: by first step; all phases at the MFU of the last size."""
+        found: list[PhaseForecast] = []
+        for first, after in pairwise([*costs, self.plan.total_steps]):
+            flops, seconds = costs[first].training_flops, None
+            if row.step_seconds is not None and self.compute_seconds is not None:
+                more = flops / self.cost.training_flops - 1
+                seconds = max(row.step_seconds + more * self.compute_seconds, self.host_seconds(zero_stage))
+            size = size_at(self.plan.size_phases, step=first) or self.config.image_size
+            found.append(PhaseForecast(after - first, size, flops, seconds))
+        return tuple(found)
+
+    def time(
+        self, row: MemoryRow, *, zero_stage: ZeroStage, phases: Sequence[PhaseForecast], known: bool
+    ) -> Time | None:
         """`known`: whether the number of steps is known."""
         plan, machine, speed, compute_seconds = self.plan, self.machine, self.speed, self.compute_seconds
         if speed is None or compute_seconds is None or row.step_seconds is None or row.kept_share is None:
             return None
         host, hours = self.host_seconds(zero_stage), None
         if known:
-            slower = finish.training_flops / self.cost.training_flops if finish else 1.0
-            with_all = plan.total_steps - plan.patch_dropout_steps if finish else 0
-            hours = (plan.total_steps * row.step_seconds + with_all * (slower - 1) * compute_seconds) / 3600
+            hours = sum(each.steps * (each.step_seconds or 0.0) for each in phases) / 3600
         useful = machine.gpus
         if machine.links:
             useful = most_useful_gpus(

@@ -7,6 +7,7 @@ from shardvit.pipeline.recipe.duration import parse_duration
 from shardvit.pipeline.recipe.optimizer import Schedule
 from shardvit.pipeline.recipe.schema import Recipe
 from shardvit.pipeline.recipe.stage_plan import StagePlan, plan_stage
+from shardvit.pipeline.recipe.stages.image_growth import growth_of
 from shardvit.pipeline.recipe.vocabulary import StageName
 
 _ANY_IMAGES = 10**9  # placeholder for an unknown number on which nothing depends
@@ -62,6 +63,8 @@ def _without_epochs(recipe: Recipe, *, stage: StageName) -> Recipe:
     changes: dict[str, object] = {key: "0 steps" for key in keys if _in_epochs(getattr(config, key))}
     if _in_epochs(config.duration):
         changes["duration"] = "1000000 steps"
+    if (growth := growth_of(config.image_size)) and _in_epochs(growth.over):
+        changes["image_size"] = growth.to
     if _in_epochs(config.schedule.warmup):
         changes["schedule"] = config.schedule.model_copy(update={"warmup": "0 steps"})
     stages = recipe.stages.model_copy(update={stage: config.model_copy(update=changes)})

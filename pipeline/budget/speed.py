@@ -143,8 +143,9 @@ def workers_within(cores: float, *, needed: int | None) -> int:
 
 
 def anchored_speed(recipe: Recipe, *, stage: StageName, num_classes: int, gpu: Gpu) -> tuple[float, str]:
-    """Estimate images/s of one GPU in a stage; returns its source, too."""
-    config = recipe.train_stage(stage)
+    """Estimate images/s of one GPU in a stage, with the smallest of its images; returns its source, too."""
+    smallest = {"image_size": recipe.image_sizes(stage)[0]}
+    config = recipe.train_stage(stage).model_copy(update=smallest)
     cost = stage_cost(recipe.model, stage=config, engine=recipe.engine, num_classes=num_classes)
     mfu, basis = nearest_anchor(recipe.model, tokens=cost.tokens)
     return mfu * gpu.peak_flops(recipe.engine.precision) / cost.training_flops, basis

@@ -26,7 +26,7 @@ from shardvit.model.positions.embedding import RelativeAttention
 from shardvit.pipeline.kernels.attention import AttentionCase, attention_kernels, order_of
 from shardvit.pipeline.kernels.cache import keep_compiled_code
 from shardvit.pipeline.kernels.compiled_blocks import CompiledBlocks, compile_blocks, why_not_compiled
-from shardvit.pipeline.recipe.schema import EngineConfig, Recipe
+from shardvit.pipeline.recipe.schema import Recipe
 from shardvit.pipeline.recipe.vocabulary import AttentionKernel, StageName
 
 _TWO_TILES = 256  # tokens
@@ -66,8 +66,7 @@ def settled_kernels(
             notes += [note for note in [_FP32_NOTES[engine.fp32_matmul, device.type == "cuda"]] if note]
         cases: list[AttentionCase] = []
         if isinstance(model, VisionTransformer):
-            patch_dropout = recipe.train_stage(stage).patch_dropout
-            cases = _attention_cases(model, engine, patch_dropout=patch_dropout, device=device)
+            cases = _attention_cases(model, recipe, stage=stage, device=device)
         if device.type == "cuda":
             tags["shardvit.deterministic"] = engine.deterministic
             convolves = recipe.model.has_convolutions
@@ -75,6 +74,8 @@ def settled_kernels(
                 settings.enter_context(deterministic_algorithms())
         if cases:
             chosen = settings.enter_context(attention_kernels(cases, asked=engine.attention))
+            if len(recipe.image_sizes(stage)) > 1:  # a line for each kernel
+                chosen = {each.kernel: each for each in chosen}.values()
             notes += [each.describe() for each in chosen]
             tags["shardvit.attention"] = "/".join(dict.fromkeys(each.kernel for each in chosen))
         compiled, why_not = _compiled(recipe, stage=stage, model=model, run=run, device=device)
@@ -125,12 +126,18 @@ def deterministic_algorithms() -> Iterator[None]:
 
 
 def _attention_cases(
-    model: VisionTransformer, engine: EngineConfig, *, patch_dropout: float, device: torch.device
+    model: VisionTransformer, recipe: Recipe, *, stage: StageName, device: torch.device
 ) -> list[AttentionCase]:
-    """List the blocks' cases: a training step's sequence, and the full one if it differs."""
+    """List the blocks' cases: a training step's sequence, and the full one if it differs, of each size of images."""
+    engine, config = recipe.engine, recipe.train_stage(stage)
     attention: Any = model.get_submodule("blocks.0.attn")
     on_gpu = device.type == "cuda"
-    lengths = [tokens(model, patch_dropout=patch_dropout), tokens(model, patch_dropout=0.0)]
+    smaller = [recipe.model.grid_size(size) ** 2 for size in recipe.image_sizes(stage)[:-1]]
+    lengths = [
+        tokens(model, patches=patches, patch_dropout=rate)
+        for patches in (*smaller, model.patch_embed.num_patches)
+        for rate in (config.patch_dropout, 0.0)
+    ]
     return [
         AttentionCase(
             device="cuda" if on_gpu else "cpu",
@@ -146,9 +153,8 @@ def _attention_cases(
     ]
 
 
-def tokens(model: VisionTransformer, *, patch_dropout: float) -> int:
+def tokens(model: VisionTransformer, *, patches: int, patch_dropout: float) -> int:
     """Sequence length in the blocks, with timm's count of patches after dropout."""
-    patches: int = model.patch_embed.num_patches
     left = max(1, int(patches * (1 - patch_dropout))) if patch_dropout else patches
     return model.num_prefix_tokens + left
 

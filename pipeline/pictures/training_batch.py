@@ -19,6 +19,7 @@ import torch
 
 from shardvit.data_shards.images.crops import DRAWS_PER_SAMPLE, Pixels
 from shardvit.data_shards.images.decode import EncodedImage, PixelLimit, read_image
+from shardvit.data_shards.images.size_phases import size_at
 from shardvit.data_shards.loading.batch import Batch, batch_of
 from shardvit.data_shards.loading.erasing import draw_erasures
 from shardvit.data_shards.loading.mixing import Mix
@@ -128,14 +129,18 @@ def seen_in_epochs(
     epochs = math.ceil(plan.total_steps * plan.global_batch_images / plan.samples_per_epoch)
     numbers = np.arange(min(epochs, most_epochs), dtype=np.int64)
     draws = uniforms(RandomStream.AUGMENT, recipe.seed, numbers, np.full_like(numbers, sample), draws=DRAWS_PER_SAMPLE)
-    squares = np.stack([transform(image, draws=each)[0] for each in draws])
-    batch = replace(
-        batch_of(torch.from_numpy(squares), keys=[""] * len(draws)),
-        mirrored=torch.from_numpy(transform.mirrors(draws)),
-        erasures=draw_erasures(erasing(config), draws, image_size=config.image_size),
-    )
-    inputs = model_input(batch, device=_CPU, dtype=torch.float32, normalisation=normalisation)
-    return _as_pixels(inputs, normalisation)
+    begins = (numbers * plan.samples_per_epoch // plan.global_batch_images).tolist()  # steps before each epoch
+    seen: list[Pixels] = []
+    for number, step in enumerate(begins):
+        own, draw = transform.at(size_at(plan.size_phases, step=step) or transform.image_size), draws[[number]]
+        batch = replace(
+            batch_of(torch.from_numpy(own(image, draws=draw[0])[0][None]), keys=[""]),
+            mirrored=torch.from_numpy(own.mirrors(draw)),
+            erasures=draw_erasures(erasing(config), draw, image_size=own.image_size),
+        )
+        inputs = model_input(batch, device=_CPU, dtype=torch.float32, normalisation=normalisation)
+        seen += _as_pixels(inputs, normalisation)
+    return seen
 
 
 def stage_steps(recipe: Recipe, *, stage: StageName, data: StageData, lanes: int = 0) -> StagePlan:
@@ -187,8 +192,8 @@ def batch_pictures(
     picture = Picture(
         name="training_batch",
         title=f"Training batch {after}, as the model sees it",
-        caption=f"{count} step's batch: left the whole image, right what the model sees at {config.image_size} px, "
-        f"with normalisation undone, and its labels. {_words(augment)}.{mixed}{no_labels}",
+        caption=f"{count} step's batch: left the whole image, right what the model sees at {batch.inputs.shape[-1]} "
+        f"px, with normalisation undone, and its labels. {_words(augment)}.{mixed}{no_labels}",
         alt=f"{count} batch {after}, each before and after augmentation; the first are "
         + ", ".join(image.own for image in batch.images[:8]),
         group="data",

@@ -49,7 +49,7 @@ def _truths(tree: Any, *, group: Schema, key: str) -> Iterator[Mistake]:
         if field is None:
             continue
         place, inner = f"{key}{name}", _group(field)
-        if inner is not None:
+        if inner is not None and not isinstance(value, bool):
             sets = {f"{place}.{number}.": each for number, each in enumerate(value)} if isinstance(value, list) else {}
             for inside, each in (sets or {f"{place}.": value}).items():
                 yield from _truths(each, group=inner, key=inside)
@@ -178,7 +178,7 @@ def _words(kind: Schema, *, field: Schema, name: str) -> str:
 
 
 def _kinds(field: Schema) -> list[Schema]:
-    return [kind for kind in field.get("anyOf", [field]) if kind.get("type") != "null"]
+    return [kind for kind in field.get("anyOf", field.get("oneOf", [field])) if kind.get("type") != "null"]
 
 
 def _choices(kind: Schema) -> list[str]:

@@ -10,6 +10,7 @@ from shardvit.model.config import ModelConfig
 from shardvit.pipeline.recipe.data import MOST_LANES, DataConfig
 from shardvit.pipeline.recipe.duration import Strict
 from shardvit.pipeline.recipe.stages.finetuning import Stages
+from shardvit.pipeline.recipe.stages.image_growth import ImageGrowth, growth_of
 from shardvit.pipeline.recipe.stages.pretraining import MaskedPatchStage
 from shardvit.pipeline.recipe.stages.train_stage import MOST_SECONDS, TrainStage
 from shardvit.pipeline.recipe.vocabulary import OPTIMIZERS, AttentionKernel, SinkName, StageName
@@ -263,6 +264,8 @@ class Recipe(Strict):
         except ValueError as error:
             yield f"{key}.image_size: {error}"
             return
+        if growth := growth_of(size):
+            yield from self._growth_problems(growth, key=f"{key}.image_size", masked=masked)
         try:
             stage.regularisation.check(self.model)
         except ValueError as error:
@@ -289,11 +292,36 @@ class Recipe(Strict):
                 f"{2 * size}, or smaller patches"
             )
 
+    def _growth_problems(self, growth: ImageGrowth, *, key: str, masked: bool) -> Iterator[str]:
+        if self.model.custom is not None:
+            yield f"{key}: an own model is built for images of one size: give one number"
+            return
+        if self.model.position == "relative":
+            yield f"{key}: relative positions are undefined at another resolution: give one number, or another position"
+        try:
+            less, most = self.model.grid_size(growth.from_), self.model.grid_size(growth.to)
+        except ValueError as error:
+            yield f"{key}.from: {error}"
+            return
+        if growth.steps > most - less:
+            yield (
+                f"{key}.steps {growth.steps} are more sizes than there are between {growth.from_} and {growth.to} "
+                f"pixels: give at most {most - less}"
+            )
+        if masked and less == 1:
+            yield f"{key}.from: {growth.from_} pixels are a single patch, with no others to predict it from: take more"
+
     def lanes(self, stage: TrainStage, *, processes: int = 1) -> int:
         """Number of spans of the sample order. `auto` depends on `processes` only above 256: a multiple if possible."""
         if self.data.lanes != "auto":
             return self.data.lanes
         return lanes_of(stage.global_batch_size, processes=processes, repeats=stage.augment.repeats)
+
+    def image_sizes(self, name: StageName) -> tuple[int, ...]:
+        """Sides of a stage's training images, ascending: one, unless they grow."""
+        size = self.train_stage(name).image_size
+        growth = growth_of(size)
+        return growth.sizes(size // self.model.grid_size(size)) if growth else (size,)
 
     def train_stage(self, name: StageName) -> TrainStage:
         """Get a training stage by name; KeyError if the recipe lacks it, or for swap_head."""

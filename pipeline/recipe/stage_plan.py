@@ -1,11 +1,12 @@
 """Derive a stage's batches, steps and epochs at a world size; runs before launch and again on every rank. No GPU."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
 from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.images.size_phases import SizePhase
 from shardvit.data_shards.order.repeats import check_repeats
 from shardvit.data_shards.order.sample_order import check_sizes, check_world_size
 from shardvit.data_shards.text import counted
@@ -13,6 +14,7 @@ from shardvit.data_shards.vocabulary import LabelKind
 from shardvit.pipeline.recipe.duration import in_steps, parse_duration
 from shardvit.pipeline.recipe.optimizer import Schedule
 from shardvit.pipeline.recipe.schema import Recipe
+from shardvit.pipeline.recipe.stages.image_growth import growth_of
 from shardvit.pipeline.recipe.stages.pretraining import PretrainStage
 from shardvit.pipeline.recipe.stages.train_stage import RollbackConfig, TrainStage
 from shardvit.pipeline.recipe.vocabulary import OF_ONE_LABEL, OF_SEVERAL_LABELS, EvalMetric, StageName
@@ -43,6 +45,7 @@ class StagePlan:
     seed: int = 0
     repeats: int = 1  # of each image in a global batch
     few_shot_steps: tuple[int, ...] = ()  # shortest interval of each few-shot set; 0: only at the end
+    size_phases: tuple[SizePhase, ...] = ()  # of images that grow; (): one size
 
     def first_place(self, *, rank: int, micro_step: int) -> int:
         """Global batch index of a micro-batch's first image."""
@@ -85,6 +88,14 @@ class StagePlan:
         reach = min(self.rollback_reach_steps, self.total_steps)
         every = (self.save_steps, self.keep_steps, self.eval_steps if self.save_after_evaluations else 0)
         return 1 + sum(-(-reach // each) for each in every if each) if reach else 0
+
+    def new_image_size(self, step: int) -> int | None:
+        """Side of the images from this step on, if it was another before."""
+        return next((each.image_size for each in self.size_phases[1:] if each.first_step == step), None)
+
+    def describe_sizes(self) -> str:
+        """List the phases of images that grow; "" if they do not."""
+        return ", ".join(f"{each.image_size} px from step {each.first_step:,}" for each in self.size_phases)
 
     def describe(self) -> str:
         images = self.total_steps * self.global_batch_images
@@ -151,6 +162,11 @@ def plan_stage(recipe: Recipe, *, stage: StageName, samples_per_epoch: int, worl
         few_shot_steps=tuple(1 if each.every is None else steps(each.every) for each in few_shot_sets),
     )
     _check_lengths(plan, config, stage=stage)
+    if growth := growth_of(config.image_size):
+        over, stride = steps(growth.over), growth.to // recipe.model.grid_size(growth.to)
+        key = f"stages.{stage}.image_size"
+        phases = growth.phases(stride, over_steps=over, total_steps=total, key=key)
+        return replace(plan, size_phases=phases)
     return plan
 
 

@@ -7,12 +7,13 @@ the next: a step slow on the GPU shows one step late, and a window's sum is the 
 import resource
 import sys
 import time
+from bisect import bisect_left
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from shardvit.pipeline.budget.cost import stage_cost
+from shardvit.pipeline.budget.cost import phase_costs
 from shardvit.pipeline.budget.gpus import gpu_of_driver
 from shardvit.pipeline.ranks.process import CoreWaits
 from shardvit.pipeline.recipe.schema import EngineConfig, Recipe
@@ -24,26 +25,25 @@ _GIB = 2**30
 
 @dataclass(frozen=True)
 class ImageWork:
-    """Training FLOPs of one image, forward and backward, without recomputation."""
+    """Training FLOPs of one image, forward and backward, without recomputation: `flops[k]` in phase k of the stage,
+    which begins after `starts[k]` steps; the first of them is 0."""
 
-    flops: int
-    last_flops: int  # after step `last_from`, when patch dropout ends
-    last_from: int
+    starts: tuple[int, ...]
+    flops: tuple[int, ...]
 
     def of_image(self, step: int) -> int:
         """FLOPs in step `step`, from 1."""
-        return self.flops if step <= self.last_from else self.last_flops
+        return self.flops[bisect_left(self.starts, step) - 1]
+
+    def mean(self, first: int, last: int) -> float:
+        """Mean FLOPs in these steps, both included."""
+        return sum(map(self.of_image, range(first, last + 1))) / (last + 1 - first)
 
 
 def stage_work(recipe: Recipe, *, stage: StageName, plan: StagePlan, num_classes: int) -> ImageWork:
     """Count a stage's training FLOPs per image."""
-    config = recipe.train_stage(stage)
-
-    def flops(patch_dropout: float) -> int:
-        left_out = config.model_copy(update={"patch_dropout": patch_dropout})
-        return stage_cost(recipe.model, stage=left_out, engine=recipe.engine, num_classes=num_classes).training_flops
-
-    return ImageWork(flops(config.patch_dropout), last_flops=flops(0.0), last_from=plan.patch_dropout_steps)
+    costs = phase_costs(recipe, stage=stage, plan=plan, num_classes=num_classes)
+    return ImageWork(tuple(costs), tuple(cost.training_flops for cost in costs.values()))
 
 
 def peak_flops(engine: EngineConfig, *, gpu_name: str | None) -> float | None:
@@ -81,7 +81,8 @@ class Gauges:
 
     def read(self, *, step: int, images_per_second: float) -> dict[str, float]:
         """Return the metrics of the window ending after `step`, and start the next."""
-        rate = images_per_second / self._processes * self._work.of_image(step)
+        work = self._work.mean(step - max(0, len(self._step_seconds) - 1), step)  # of the window's steps
+        rate = images_per_second / self._processes * work
         peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
         values = {"perf/model_tflops_per_s": rate / 1e12, "perf/host_memory_peak_gib": peak_bytes / _GIB}
         if self._peak:

@@ -32,6 +32,7 @@ EventKind = Literal[
     "rollback",
     "damaged_image",
     "slow_rank",
+    "image_size",  # of training, from this step on
     "note",  # any other line printed
     "stopped",  # by a signal, after saving
     "failed",

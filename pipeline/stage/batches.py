@@ -69,6 +69,7 @@ def train_stream(
         seed=stage.recipe.seed,
         mixup=mixup(stage.config),
         erasing=erasing(stage.config),
+        phases=plan.size_phases,
     )
 
 

@@ -14,6 +14,7 @@ from shardvit.pipeline.checkpoint.store import Restored
 from shardvit.pipeline.ranks.place import Place
 from shardvit.pipeline.recipe.io import flatten, parse_recipe
 from shardvit.pipeline.recipe.schema import Recipe
+from shardvit.pipeline.recipe.stages.image_growth import shown
 from shardvit.pipeline.runs.written_by import changed_since, written_by
 from shardvit.pipeline.stage.stage_data import Stage, cache_advice
 from shardvit.pipeline.stage.task import Task
@@ -27,7 +28,9 @@ def describe_start(
     """Describe the stage line by line; `notes`: about kernels."""
     recipe, config, data, plan = stage.recipe, stage.config, stage.data, stage.plan
     engine, head, count = recipe.engine, config.head_kind, len(task.outputs)
-    yield f"{stage.name}: {config.image_size} px, {count} {task.kind_of_output}; {plan.describe()}"
+    yield f"{stage.name}: {shown(config.image_size)}, {count} {task.kind_of_output}; {plan.describe()}"
+    if plan.size_phases:
+        yield f"{stage.name}: images grow: {plan.describe_sizes()}; evaluated at {config.image_size} px"
     if head != "masked_patch":
         cost = account(
             recipe.model,

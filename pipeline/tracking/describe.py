@@ -11,13 +11,16 @@ import shlex
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from shardvit.data_shards.text import one_line
 from shardvit.model.config import ModelConfig
 from shardvit.model.counting.flops import account
+from shardvit.pipeline.budget.cost import phase_costs
 from shardvit.pipeline.recipe.io import flatten
 from shardvit.pipeline.recipe.schema import Recipe
+from shardvit.pipeline.recipe.stages.image_growth import shown
 from shardvit.pipeline.recipe.stages.pretraining import MaskedPatchStage, PretrainStage
 from shardvit.pipeline.recipe.stages.train_stage import TrainStage
 from shardvit.pipeline.recipe.vocabulary import MLFLOW_FACTS_FILE, RECIPE_FILE, REPLACED_FOLDER, StageName
@@ -128,11 +131,17 @@ def plan_params(recipe: Recipe, stage: StageName, *, plan: StagePlan, classes: i
         head=config.head if isinstance(config, PretrainStage) else "linear",
         patch_dropout=config.patch_dropout,
     )
+    training_flops = cost.training_flops * images
+    if plan.size_phases:
+        params["plan.image_sizes"] = plan.describe_sizes()
+        costs = phase_costs(recipe, stage=stage, plan=plan, num_classes=classes)
+        lengths = zip(costs.values(), pairwise([*costs, plan.total_steps]), strict=True)
+        training_flops = plan.global_batch_images * sum(each.training_flops * (end - at) for each, (at, end) in lengths)
     return params | {
         "cost.parameters": str(cost.parameters),
         "cost.forward_flops_per_image": str(cost.forward_flops),
         "cost.training_flops_per_image": str(cost.training_flops),
-        "cost.training_flops": str(cost.training_flops * images),
+        "cost.training_flops": str(training_flops),
         "cost.tokens_per_image": str(cost.tokens),
     }
 
@@ -145,7 +154,7 @@ def stage_description(recipe: Recipe, folder: RunFolder, *, stage: StageName, pa
     else:
         config = recipe.train_stage(stage)
         train = "" if config.train is None else " + ".join(_code(each.shards) for each in config.train)
-        text = f"{_KINDS[stage]} of **{model}** at {config.image_size} px on {train}."
+        text = f"{_KINDS[stage]} of **{model}** at {shown(config.image_size)} on {train}."
     if "plan.steps" in params:
         steps, images, epochs = (params[f"plan.{key}"] for key in ("steps", "images", "epochs"))
         text += f" {int(steps):,} steps, {int(images):,} images, {epochs} epochs."

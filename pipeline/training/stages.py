@@ -25,13 +25,14 @@ from shardvit.model.masked_patch import MaskedPatchVit, build_masked_patch, clas
 from shardvit.model.own.custom import build_custom, measure, replace_own_head, resized_own_state
 from shardvit.model.positions.interpolation import resize_state
 from shardvit.model.saved.model_folder import build_from_saved, load_model, save_model
-from shardvit.model.vit import build_model
+from shardvit.model.vit import build_model, takes_other_sizes
 from shardvit.pipeline.checkpoint.train_state import TrainState
 from shardvit.pipeline.engine.saved_state.frozen import freeze
 from shardvit.pipeline.own_code.by_path import shown
 from shardvit.pipeline.recipe.schema import Recipe
 from shardvit.pipeline.recipe.stage_plan import plan_stage
 from shardvit.pipeline.recipe.stages.finetuning import FinetuneStage
+from shardvit.pipeline.recipe.stages.image_growth import growth_of
 from shardvit.pipeline.recipe.stages.pretraining import MaskedPatchStage, PretrainStage
 from shardvit.pipeline.recipe.stages.train_stage import TrainStage
 from shardvit.pipeline.recipe.vocabulary import StageName
@@ -79,6 +80,13 @@ def run_stage(context: StageContext, *, stage: StageName) -> None:
 
 def build_stage_model(recipe: Recipe, config: TrainStage, *, num_classes: int) -> nn.Module:
     """Build a training stage's model with placeholder weights."""
+    model = _built(recipe, config, num_classes=num_classes)
+    if growth_of(config.image_size):
+        takes_other_sizes(model, interpolation=recipe.model.interpolation)
+    return model
+
+
+def _built(recipe: Recipe, config: TrainStage, *, num_classes: int) -> nn.Module:
     size, regularisation = config.image_size, config.regularisation
     if config.head_kind == "masked_patch":
         return build_masked_patch(recipe.model, image_size=size, regularisation=regularisation)

@@ -27,6 +27,9 @@ def train(job: TrainJob, state: TrainState) -> TrainState:
         if plan.patch_dropout and step in (first, plan.patch_dropout_steps):
             set_patch_dropout(engine.module, plan.patch_dropout if step < plan.patch_dropout_steps else 0.0)
 
+        if size := plan.new_image_size(step):
+            job.report.note(f"step {step:,}: images are of {size} px from here on", kind="image_size", step=step)
+
         if step in passed_over:  # after a rollback; `batches` omits it
             losses.pass_over(device=engine.device)
             numbers = engine.pass_over(flags=job.flags)

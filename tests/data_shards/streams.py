@@ -1,6 +1,6 @@
 """Make a small set of noise images, and list what training sees of a sample, for the tests of the stream."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from PIL import Image
 
+from shardvit.data_shards.images.size_phases import SizePhase
 from shardvit.data_shards.images.transforms import TrainTransform
 from shardvit.data_shards.loading.assemble import Access
 from shardvit.data_shards.loading.batch import Batch
@@ -58,6 +59,7 @@ def train_batches(
     mixup: MixupConfig | None = None,
     repeats: int = 1,
     transform: TrainTransform = TRANSFORM,
+    phases: Sequence[SizePhase] = (),
     **access: Any,
 ) -> TrainBatches:
     layout = Layout(rank, world_size, GLOBAL_BATCH // world_size // accumulation_steps, accumulation_steps)
@@ -68,6 +70,7 @@ def train_batches(
         layout=layout,
         seed=seed,
         mixup=mixup,
+        phases=phases,
     )
 
 

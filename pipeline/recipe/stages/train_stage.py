@@ -20,10 +20,11 @@ from shardvit.model.vocabulary import (
     TrainLoss,
 )
 from shardvit.pipeline.own_code.by_path import OwnCode
-from shardvit.pipeline.recipe.data import MOST_SIDE, OneSet, SomeSets, several, without_secrets
+from shardvit.pipeline.recipe.data import OneSet, SomeSets, several, without_secrets
 from shardvit.pipeline.recipe.duration import DurationText, Strict
 from shardvit.pipeline.recipe.optimizer import OptimizerConfig, ScheduleConfig
 from shardvit.pipeline.recipe.stages.augment import AugmentConfig
+from shardvit.pipeline.recipe.stages.image_growth import ImageSize
 from shardvit.pipeline.recipe.vocabulary import (
     METRICS,
     OF_SEVERAL_LABELS,
@@ -106,7 +107,9 @@ class TrainStage(Strict):
     bicubic. vit_exact and big_vision_exact reproduce the pixels of Google's resize."""
     eval_crop_share: float | None = Field(default=None, gt=0, le=1)
     """Crop size over resized short side; default: 0.875 (big_vision: 224 of 256) or 0.9 (timm)."""
-    image_size: int = Field(gt=0, le=MOST_SIDE)
+    image_size: ImageSize
+    """Side of the square images, in pixels; {from: 128, to: 224, over: 60%, steps: 4}: of images that grow during the
+    stage (`ImageGrowth`)."""
     global_batch_size: int = Field(gt=0, le=_MOST_IMAGES)
     """Images per optimizer step, over all processes."""
     duration: DurationText

@@ -12,7 +12,7 @@ from shardvit.pipeline.recipe.stage_plan import plan_stage
 from shardvit.pipeline.report import gauges
 from shardvit.pipeline.report.gauges import Gauges, ImageWork, peak_flops, stage_work
 
-WORK = ImageWork(flops=2 * 10**12, last_flops=3 * 10**12, last_from=10)
+WORK = ImageWork((0, 10), (2 * 10**12, 3 * 10**12))
 
 
 @pytest.fixture
