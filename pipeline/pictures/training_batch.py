@@ -134,7 +134,7 @@ def seen_in_epochs(
     for number, step in enumerate(begins):
         own, draw = transform.at(size_at(plan.size_phases, step=step) or transform.image_size), draws[[number]]
         batch = replace(
-            batch_of(torch.from_numpy(own(image, draws=draw[0])[0][None]), keys=[""]),
+            batch_of(torch.from_numpy(np.stack([own(image, draws=draw[0])[0]])), keys=[""]),
             mirrored=torch.from_numpy(own.mirrors(draw)),
             erasures=draw_erasures(erasing(config), draw, image_size=own.image_size),
         )
