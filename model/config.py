@@ -5,20 +5,26 @@ dropout belong to a stage: they change between pre-training and fine-tuning.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from shardvit.model.variants import ResnetSizes, VitSizes, parse_variant, resnet_stride
 from shardvit.model.vocabulary import (
+    ClassToken,
     ClassTokenPosition,
     DropoutMasks,
+    FinalNorm,
     Gelu,
     Interpolation,
+    Mlp,
+    Norm,
     Pool,
     PositionAt,
     PositionKind,
+    QkNorm,
+    Rope,
     StochasticDepthRule,
 )
 
@@ -30,9 +36,12 @@ WidthFactor = Annotated[int, Field(gt=0, le=64)]
 
 _MOST_WEIGHTS = 10**12
 _SIZES = ("width", "depth", "heads", "mlp_dim", "patch_size", "resnet_layers", "resnet_width_factor")
+LATER_BLOCKS = ("registers", "class_token", "final_norm", "qk_norm", "mlp", "norm", "rope")
+"""Fields of what came after the paper; written only where they are not the default, as older releases lack them."""
 OF_TRANSFORMERS = (
     *("pool", "position", "position_at", "class_token_position"),
     *("layer_scale", "gelu", "layer_norm_eps", "interpolation"),
+    *LATER_BLOCKS,
 )
 """Fields other than sizes that a pure ResNet lacks."""
 
@@ -51,7 +60,8 @@ class ModelConfig(BaseModel):
     width: Width | None = None  # size D of a token
     depth: Depth | None = None  # encoder blocks
     heads: Width | None = None  # attention heads; must divide `width`
-    mlp_dim: Hidden | None = None  # hidden size of the blocks' MLPs; default: 4 * width, as in the ViT paper's Table 1
+    # Hidden size of the blocks' MLPs; default: 4 * width (ViT paper, Table 1), for SwiGLU 2/3 of that (see `sizes`)
+    mlp_dim: Hidden | None = None
     patch_size: Pixels | None = None  # side in pixels, ResNet stem included
     # Units in each stage of a ResNet: a hybrid's stem ([]: only its root) or, without `width`, the whole model.
     resnet_layers: tuple[Depth, ...] | None = Field(default=None, max_length=4)
@@ -60,13 +70,26 @@ class ModelConfig(BaseModel):
     pool: Pool = "cls"
     position: PositionKind = "learned_1d"  # as in the ViT paper's Table 8; sincos_2d: big_vision's fixed one
     position_at: PositionAt = "stem"  # where a learned one is added: once, or before each block (shared, or one each)
-    # learned: the class token has a position too (the paper, vision_transformer); none: only patches have one
-    # (big_vision; timm's no_embed_class), and Adam moves one parameter instead of a sum of two
+    # learned: class and register tokens have a position too (the paper, vision_transformer); none: only patches have
+    # one (big_vision; timm's no_embed_class), and Adam moves one parameter instead of a sum of two
     class_token_position: ClassTokenPosition = "learned"
     layer_scale: float | None = Field(default=None, gt=0)  # initial factor on each branch (CaiT, arXiv 2103.17239)
     gelu: Gelu = "tanh"  # flax's and Google's default; torch, timm and transformers use erf
     layer_norm_eps: float = Field(default=1e-6, gt=0)  # flax's default; transformers' is 1e-12
     interpolation: Interpolation = "google"  # google: bilinear, corners aligned; timm: bicubic, antialiased
+    registers: int = Field(default=0, ge=0, le=256)  # learned tokens that the head does not read (arXiv 2309.16588)
+    # pooled: only if the head reads it (pool cls); kept: beside gap or map too (MAE's and EVA-02's fine-tuning, DINOv3)
+    class_token: ClassToken = "pooled"
+    # With pool gap. tokens: the mean of normed tokens (big_vision); pooled: the norm of the mean (MAE; timm's fc_norm)
+    final_norm: FinalNorm = "tokens"
+    qk_norm: QkNorm = "none"  # per_head: norm each head's queries and keys (ViT-22B, arXiv 2302.05442)
+    # swiglu: SiLU(gate) * value, fused as in DINOv2's giant (arXiv 2002.05202); swiglu_norm: normed before the last
+    # layer, as in EVA-02's B and L (arXiv 2303.11331)
+    mlp: Mlp = "gelu"
+    norm: Norm = "layer"  # rms: no mean, no bias (arXiv 1910.07467); its epsilon is layer_norm_eps
+    # Rotates queries and keys of patches by their place, beside `position` (none: rotation alone); see
+    # `model.positions.rotary`. axial and mixed: RoPE-ViT (arXiv 2403.13298); eva: EVA-02; dinov3 (arXiv 2508.10104)
+    rope: Rope = "none"
 
     @model_validator(mode="before")
     @classmethod
@@ -79,7 +102,8 @@ class ModelConfig(BaseModel):
     def _with_own_keys(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         if self.custom is not None:
             return {"custom": self.custom, **self.options}
-        return {key: each for key, each in handler(self).items() if key != "custom"}
+        usual = {"custom": None} | {name: type(self).model_fields[name].default for name in LATER_BLOCKS}
+        return {key: each for key, each in handler(self).items() if key not in usual or each != usual[key]}
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -135,7 +159,7 @@ class ModelConfig(BaseModel):
                 f"position_at {self.position_at} is for position learned_1d and learned_2d (ViT paper, Table 8), "
                 f"not for {self.position}: leave it out"
             )
-        if self.class_token_position == "none" and self.pool != "cls":
+        if self.class_token_position == "none" and not self.prefix_tokens:
             yield f"class_token_position has no effect with pool {self.pool}, which has no class token: leave it out"
         if self.class_token_position == "none" and not learned:
             yield (
@@ -146,6 +170,19 @@ class ModelConfig(BaseModel):
             yield f"position sincos_2d needs a width that 4 divides, not {sizes.width}"
         if self.position == "learned_2d" and sizes.width % 2:
             yield f"position learned_2d needs an even width, not {sizes.width}"
+        yield from self._block_problems()
+
+    def _block_problems(self) -> Iterator[str]:
+        if self.class_token == "kept" and self.pool == "cls":
+            yield "class_token kept has no effect with pool cls, which reads it anyway: leave it out"
+        if self.final_norm == "pooled" and self.pool != "gap":
+            yield f"final_norm pooled is for pool gap, not {self.pool}: leave it out"
+        if self.mlp != "gelu" and self.gelu != "tanh":
+            yield f"gelu has no effect with mlp {self.mlp}, whose activation is SiLU: leave it out"
+        if self.position == "relative" and (both := [n for n in ("qk_norm", "rope") if getattr(self, n) != "none"]):
+            yield f"{both[0]} {getattr(self, both[0])} does not go with position relative: take another position"
+        if self.rope != "none" and (size := self.sizes.width // self.sizes.heads) % 4:
+            yield f"rope {self.rope} needs heads of a size that 4 divides, not {size}: give other heads"
 
     @property
     def kind(self) -> Literal["vit", "resnet"]:
@@ -166,9 +203,10 @@ class ModelConfig(BaseModel):
         if self.variant is not None:
             sizes = parse_variant(self.variant)
             assert isinstance(sizes, VitSizes), f"{self.variant} has no tokens"
-            return sizes
+            return sizes if self.mlp == "gelu" else replace(sizes, mlp_dim=gated_mlp_dim(sizes.mlp_dim))
         assert self.width and self.depth and self.heads and self.patch_size  # held by the validator
-        mlp_dim, factor = self.mlp_dim or 4 * self.width, self.resnet_width_factor or 1
+        usual = 4 * self.width if self.mlp == "gelu" else gated_mlp_dim(4 * self.width)
+        mlp_dim, factor = self.mlp_dim or usual, self.resnet_width_factor or 1
         return VitSizes(self.width, self.depth, self.heads, mlp_dim, self.patch_size, self.resnet_layers, factor)
 
     @property
@@ -187,9 +225,25 @@ class ModelConfig(BaseModel):
         return self.model_copy(update={"position": "learned_1d"}) if fixed else self
 
     @property
-    def class_token_rows(self) -> int:
-        """Rows of a learned position embedding for the class token, before the patches': 0 or 1."""
-        return int(self.pool == "cls" and self.class_token_position == "learned")
+    def has_class_token(self) -> bool:
+        return self.pool == "cls" or self.class_token == "kept"
+
+    @property
+    def prefix_tokens(self) -> int:
+        """Tokens before the patches: the class token, then the registers."""
+        return self.has_class_token + self.registers
+
+    @property
+    def prefix_rows(self) -> int:
+        """Rows of a learned position embedding for the tokens before the patches: all of them, or 0."""
+        return self.prefix_tokens if self.class_token_position == "learned" else 0
+
+    @property
+    def later_blocks(self) -> str:
+        """What this model has that the paper's lack, such as "registers 4 and rope axial"; "" if nothing."""
+        found = [f"{name} {getattr(self, name)}" for name in LATER_BLOCKS]
+        usual = [f"{name} {type(self).model_fields[name].default}" for name in LATER_BLOCKS]
+        return " and ".join(each for each in found if each not in usual)
 
     @property
     def num_features(self) -> int:
@@ -220,6 +274,12 @@ class ModelConfig(BaseModel):
         return image_size // stride
 
 
+def gated_mlp_dim(mlp_dim: int) -> int:
+    """Hidden size of a SwiGLU with as many weights as an MLP of `mlp_dim`: 2/3 of it, up to the next multiple of 8
+    (facebookresearch/dinov2, dinov2/layers/swiglu_ffn.py)."""
+    return (mlp_dim * 2 // 3 + 7) // 8 * 8
+
+
 @dataclass(frozen=True)
 class Regularisation:
     """Dropout rates, each in [0, 1), and the source of the masks; off by default."""
@@ -239,6 +299,8 @@ class Regularisation:
             if rate and config.kind == "resnet":
                 what = "an own model: make it a key of its own" if config.custom else "a pure ResNet: leave it out"
                 raise ValueError(f"{name} is not for {what}")
+        if self.patch_dropout and config.kind == "vit" and config.rope != "none":
+            raise ValueError(f"patch_dropout does not go with rope {config.rope}, whose rotations are for all patches")
         if self.patch_dropout and (config.position == "relative" or config.position_at != "stem"):
             raise ValueError(
                 "patch_dropout needs positions that are added once, before the patches are left out: "

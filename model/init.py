@@ -16,7 +16,7 @@ import re
 from collections.abc import Callable
 
 import torch
-from timm.layers import LayerScale
+from timm.layers import GluMlp, LayerScale
 from timm.models.resnetv2 import ResNetV2
 from torch import Tensor, nn
 
@@ -35,12 +35,14 @@ def initialise(model: nn.Module, *, seed: int, head_bias: float = 0.0, style: In
     `head_bias` of the last layer: -10 for sigmoid pre-training with many classes (vision_transformer issue 2), -6.9 for
     ImageNet-1k, else 0. Its weights start at zero except in timm's style. ValueError for an unknown parameter.
     """
+    gated = {f"{name}.fc1.weight" for name, module in model.named_modules() if isinstance(module, GluMlp)}
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name in ("head.bias", "head.logits.bias"):
                 parameter.fill_(head_bias)
                 continue
-            fill = _fill_of(f"resnet.{name}" if isinstance(model, ResNetV2) else name, style=style)
+            kind = "resnet." if isinstance(model, ResNetV2) else "gated." if name in gated else ""
+            fill = _fill_of(f"{kind}{name}", style=style)
             if fill is None:
                 shape = tuple(parameter.shape)
                 raise ValueError(f"no initial value is defined for the parameter {name!r} of shape {shape}")
@@ -114,9 +116,19 @@ def _layer_scale(value: Tensor, generator: torch.Generator, module: nn.Module) -
     value.fill_(module.init_values)
 
 
+def _turned_frequencies(value: Tensor, generator: torch.Generator, module: nn.Module) -> None:
+    """[2, heads, head size / 2]: RoPE-ViT's mixed frequencies, axial ones turned by a random angle for each head
+    (naver-ai/rope-vit; timm's init_random_2d_freqs, temperature 10)."""
+    pairs = value.shape[-1] // 2
+    sizes = 10.0 ** -(torch.arange(pairs) / pairs)
+    angles = 2 * math.pi * torch.rand(value.shape[1], 1, generator=generator)
+    both = torch.cat([angles, angles + math.pi / 2], dim=1).repeat_interleave(pairs, dim=1)
+    value.copy_(torch.stack([both.cos(), both.sin()]) * sizes.repeat(2))
+
+
 _RESNET = r"(resnet|patch_embed\.backbone)"  # a pure ResNet (see `initialise`) or a hybrid's stem
 _UNIT = rf"{_RESNET}\.stages\.\d+\.blocks\.\d+"
-_VIT_NORM = r"norm|blocks\.\d+\.norm[12]|attn_pool\.norm"
+_VIT_NORM = r"norm|fc_norm|blocks\.\d+\.(norm[12]|attn\.[qk]_norm|mlp\.norm)|attn_pool\.norm"
 _NORM = rf"({_VIT_NORM}|resnet\.norm|{_RESNET}\.stem\.norm|{_UNIT}\.(norm[123]|downsample\.norm))"
 _MLP = r"(blocks\.\d+|attn_pool)\.mlp\.fc[12]"
 _TIMM_LINEAR: dict[InitStyle, Fill] = {"timm": _normal(0.02)}
@@ -129,10 +141,13 @@ _VALUES: tuple[tuple[str, Fill, dict[InitStyle, Fill]], ...] = (
     (r"pos_embed|position\.tables\.\d+\.(embedding|prefix)", _normal(0.02), {"big_vision": _unit_vectors()}),
     (r"position\.tables\.\d+\.(column|row)", _normal(0.02), {"big_vision": _unit_vectors(0.5)}),
     (r"cls_token", _zero, {"timm": _normal(1e-6)}),
+    (r"reg_token", _normal(1e-6), {}),  # timm's and DINOv2's; equal ones would stay equal
     (r"patch_embed\.proj\.weight", _lecun_normal, {"timm": _torch_default}),
     (r"patch_embed\.proj\.bias", _zero, {"timm": _torch_default}),
     (r"blocks\.\d+\.attn\.qkv\.weight", _xavier(3), _TIMM_LINEAR),
+    (r"blocks\.\d+\.attn\.freqs", _turned_frequencies, {}),
     (r"attn_pool\.kv\.weight", _xavier(2), _TIMM_LINEAR),  # big_vision's MAPHead; timm fuses keys and values
+    (r"gated\..*", _xavier(2), _TIMM_LINEAR),  # SwiGLU's first layer (see `initialise`): gate and value
     (rf"(blocks\.\d+\.attn\.proj|attn_pool\.(q|proj)|{_MLP})\.weight", _xavier(), _TIMM_LINEAR),
     (rf"{_MLP}\.bias", _normal(1e-6), {"timm": _zero}),  # models_vit.py: nn.initializers.normal(stddev=1e-6)
     (r"(blocks\.\d+\.attn\.(qkv|proj)|attn_pool\.(q|kv|proj)|(resnet\.)?head\.pre_logits)\.bias", _zero, {}),

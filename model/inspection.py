@@ -1,7 +1,7 @@
 """Inspect a trained model: attention maps, rollout and distance; first filters and position similarity (ViT, Figure 7).
 
 Fused kernels never hold attention probabilities, so hooks recompute them in float32 from each block's `qkv` output,
-relative positions included; the forward pass stays bit-identical. Costs a second product of queries and keys, and holds
+relative positions, norms and rotations included; the forward pass stays bit-identical. Costs a second product of queries and keys, and holds
 heads x T x T numbers an image for one block at a time. The model must be in evaluation mode, on any device. A pure
 ResNet has no attention; a masked patch model sees whole images.
 """
@@ -18,12 +18,14 @@ from torch import Tensor, nn
 
 from shardvit.model.masked_patch import MaskedPatchVit
 from shardvit.model.positions.embedding import Learned1d, Learned2d, RelativeAttention, SinCos2d, by_key
+from shardvit.model.positions.rotary import RotaryAttention
 from shardvit.model.resnet import BitResnet, StandardisedConv2d, standardise
 from shardvit.model.vit import PositionedVit
 
 PAPERS_COMPONENTS = 28  # Figure 7, left
 
 SeeBlock = Callable[[int, Tensor], None]
+Looked = Attention | RotaryAttention
 
 
 @torch.no_grad()
@@ -36,10 +38,10 @@ def look_at_attention(model: VisionTransformer, images: Tensor, *, see: SeeBlock
     with ExitStack() as hooks:
         for number, block in enumerate(model.blocks):
             attention = block.get_submodule("attn")
-            assert isinstance(attention, Attention)
+            assert isinstance(attention, Attention | RotaryAttention)
 
             def hook(
-                _: nn.Module, __: object, packed: Tensor, number: int = number, attention: Attention = attention
+                _: nn.Module, __: object, packed: Tensor, number: int = number, attention: Looked = attention
             ) -> None:
                 see(number, _probabilities(attention, packed))
 
@@ -47,11 +49,13 @@ def look_at_attention(model: VisionTransformer, images: Tensor, *, see: SeeBlock
         return model.forward_features(images)
 
 
-def _probabilities(attention: Attention, packed: Tensor) -> Tensor:
+def _probabilities(attention: Looked, packed: Tensor) -> Tensor:
     """`qkv` output [B, T, 3 D] -> probabilities [B, heads, T, T]."""
     batch, tokens, _ = packed.shape
     by_head = packed.float().reshape(batch, tokens, 3, attention.num_heads, attention.head_dim).permute(2, 0, 3, 1, 4)
-    queries, keys, _ = by_head
+    queries, keys = attention.q_norm(by_head[0]), attention.k_norm(by_head[1])
+    if isinstance(attention, RotaryAttention):
+        queries, keys = attention.rotated(queries), attention.rotated(keys)
     logits = (attention.scale * queries) @ keys.transpose(-2, -1)
     if isinstance(attention, RelativeAttention):
         logits += by_key(queries @ (attention.scale * attention.relative.float()).T)
@@ -64,12 +68,14 @@ def weights_of_tokens(model: VisionTransformer, tokens: Tensor) -> Tensor:
     share equally ("gap", or a masked patch model), or by attention pooling ("map"), averaged over its heads."""
     batch, count, _ = tokens.shape
     pool = model.attn_pool
+    weights = tokens.new_zeros(batch, count, dtype=torch.float32)
     if isinstance(pool, AttentionPoolLatent):
-        keys = pool.kv(tokens).reshape(batch, count, 2, pool.num_heads, pool.head_dim).permute(2, 0, 3, 1, 4)[0]
+        packed = pool.kv(tokens[:, model.num_prefix_tokens :])
+        keys = packed.unflatten(2, (2, pool.num_heads, pool.head_dim)).permute(2, 0, 3, 1, 4)[0]
         query = pool.q(pool.latent).reshape(1, pool.latent_len, pool.num_heads, pool.head_dim).transpose(1, 2)
         logits = (pool.scale * query) @ keys.transpose(-2, -1)
-        return logits.float().softmax(dim=-1).mean(dim=(1, 2))
-    weights = tokens.new_zeros(batch, count, dtype=torch.float32)
+        weights[:, model.num_prefix_tokens :] = logits.float().softmax(dim=-1).mean(dim=(1, 2))
+        return weights
     if model.global_pool == "token" and not isinstance(model, MaskedPatchVit):
         weights[:, 0] = 1.0
     else:

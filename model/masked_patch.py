@@ -5,6 +5,7 @@ the caller draws which. As in BERT, positions are added afterwards, so a masked 
 predicts each corrupted patch's mean colour from its final, normed token: 3 bits a channel, 512 classes. It starts at
 zero, so the loss starts at exactly ln 512. A hybrid's stem sees beyond its patch: an easier task. With attention
 pooling (`pool: map`) the trunk is built without it, so no unused weights are decayed or saved; `classifier_of` adds it.
+With `final_norm: pooled` its norm is that of tokens here, and that of the mean in the classifier.
 """
 
 import torch
@@ -42,8 +43,9 @@ def build_masked_patch(
         raise ValueError("masked patch prediction needs at least two patches: take another model, or more pixels")
     if regularisation.patch_dropout:
         raise ValueError("patch_dropout would drop the patches that masked patch prediction predicts: leave it out")
+    usual = {"final_norm": "tokens"} | ({"pool": "gap"} if config.pool == "map" else {})
     trunk = build_model(
-        config.model_copy(update={"pool": "gap"}) if config.pool == "map" else config,
+        config.model_copy(update=usual),
         image_size=image_size,
         num_classes=len(COLOURS),
         head="linear",
@@ -84,5 +86,7 @@ def classifier_of(
     initialise(model, seed=seed)
     fresh = {name: tensor for name, tensor in model.state_dict().items() if name.startswith(("head.", "attn_pool."))}
     trunk = {name: it for name, it in masked.state_dict().items() if not name.startswith(("head.", "mask_token"))}
+    if config.final_norm == "pooled":
+        trunk = {f"fc_{name}" if name.startswith("norm.") else name: it for name, it in trunk.items()}
     model.load_state_dict(fresh | trunk)
     return model

@@ -7,8 +7,10 @@ The paper leaves most of these semantics to google-research/vision_transformer, 
   to the N patches, as big_vision); q, k, v and out have biases.
 - Dropout after that addition, the attention's output projection, the GELU and the MLP; never on attention probabilities
   or pooled features.
-- Final LayerNorm over all tokens, then pooling: class token, mean of the normed tokens (timm's "avg" pools first) or
-  attention pooling.
+- Final LayerNorm over all tokens, then pooling: class token, mean of the normed tokens (timm's "avg" pools first, as
+  final_norm pooled) or attention pooling. The class token is the first, registers follow; mean and attention pooling
+  read patches alone.
+What came later (registers, RoPE, SwiGLU and others of `ModelConfig`) is as in timm; README.md has the table.
 
 Module names are timm's, so a state dict with a linear head loads strictly into its own models; only positions that timm
 lacks (`model.positions`) are ours. Building draws no random numbers and leaves placeholder weights.
@@ -24,7 +26,7 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-from timm.layers import DropPath, PatchDropout
+from timm.layers import DropPath, PatchDropout, RmsNorm, SwiGLUPacked
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 from torch.nn import functional
@@ -41,11 +43,13 @@ from shardvit.model.positions.embedding import (
     make_position,
     relative_attention,
 )
+from shardvit.model.positions.rotary import rotary_attention, turn_to
 from shardvit.model.resnet import BitResnet, build_resnet, stem_embedding
-from shardvit.model.vocabulary import HeadKind, Interpolation
+from shardvit.model.vocabulary import HeadKind, Interpolation, Norm
 
 _TIMM_POOL = {"cls": "token", "gap": "avg", "map": "map"}
 _TIMM_GELU = {"tanh": "gelu_tanh", "erf": "gelu"}
+_NORMS: dict[Norm, type[nn.Module]] = {"layer": nn.LayerNorm, "rms": RmsNorm}
 
 
 class PatchProjection(nn.Conv2d):
@@ -70,6 +74,7 @@ class Vit(VisionTransformer):
     interpolation: Interpolation = "google"
 
     def _pos_embed(self, x: Tensor) -> Tensor:
+        turn_to(self.blocks, patches=x.shape[1])
         if self.pos_embed is None or self.patch_embed.strict_img_size:
             return super()._pos_embed(x)
         others = [each.expand(len(x), -1, -1) for each in (self.cls_token, self.reg_token) if each is not None]
@@ -90,7 +95,7 @@ class Vit(VisionTransformer):
 def takes_other_sizes(model: nn.Module, *, interpolation: Interpolation) -> None:
     """Let a model of `build_model`, changed in place, take square images of other sizes that its patches divide. Its
     parameters stay those of its own size: learned positions are interpolated in the forward pass, differentiably, so
-    that optimizer state, checkpoints and files never change shape. ValueError if its positions are relative."""
+    that optimizer state, checkpoints and files never change shape; rotations follow. ValueError if its positions are relative."""
     if isinstance(model, Vit):
         if any(isinstance(module, RelativeAttention) for module in model.modules()):
             raise ValueError("relative positions are undefined at another resolution than the model's")
@@ -104,9 +109,9 @@ class PositionedVit(Vit):
     position: Position
 
     def _pos_embed(self, x: Tensor) -> Tensor:
-        if self.cls_token is not None:
-            x = torch.cat([self.cls_token.expand(x.shape[0], -1, -1), x], dim=1)
-        return self.pos_drop(self.position.at_stem(x))
+        turn_to(self.blocks, patches=x.shape[1])
+        prefix = [each.expand(x.shape[0], -1, -1) for each in (self.cls_token, self.reg_token) if each is not None]
+        return self.pos_drop(self.position.at_stem(torch.cat([*prefix, x], dim=1) if prefix else x))
 
     def forward_features(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         assert attn_mask is None and not is_causal, "nobody here masks attention"
@@ -163,16 +168,18 @@ def _build_vit(
 ) -> VisionTransformer:
     sizes, grid_size = config.sizes, config.grid_size(image_size)
     timms_own = config.position == "learned_1d" and config.position_at == "stem"
-    num_prefix_tokens = int(config.pool == "cls")
-    more: dict[str, Any] = {}
+    more: dict[str, Any] = {"norm_layer": partial(_NORMS[config.norm], eps=config.layer_norm_eps)}
     if sizes.resnet_layers is not None:
-        more = {"embed_layer": stem_embedding(config, image_size=image_size), "patch_size": sizes.stem_patch_size}
+        more |= {"embed_layer": stem_embedding(config, image_size=image_size), "patch_size": sizes.stem_patch_size}
     if config.position == "relative":
-        more["attn_layer"] = relative_attention(num_prefix_tokens + grid_size**2)
+        more["attn_layer"] = relative_attention(config.prefix_tokens + grid_size**2)
+    if config.rope != "none":
+        more["attn_layer"] = rotary_attention(config, grid_size=grid_size)
+    if config.mlp != "gelu":
+        more["mlp_layer"] = SwiGLUPacked
     model = (Vit if timms_own else PositionedVit)(
         **timm_arguments(config, image_size=image_size) | more,
         num_classes=num_classes,
-        norm_layer=partial(nn.LayerNorm, eps=config.layer_norm_eps),
         pos_drop_rate=regularisation.dropout,
         proj_drop_rate=regularisation.dropout,
         drop_path_rate=regularisation.stochastic_depth,
@@ -185,10 +192,8 @@ def _build_vit(
     if sizes.resnet_layers is None:  # `__class__`: the parameters and their place stay
         model.patch_embed.proj.__class__ = PatchProjection
     if isinstance(model, PositionedVit):
-        model.position = make_position(
-            config, grid_size=grid_size, num_prefix_tokens=num_prefix_tokens, depth=sizes.depth
-        )
-    for parameter in (model.pos_embed, model.cls_token):  # timm leaves them uninitialised
+        model.position = make_position(config, grid_size=grid_size, depth=sizes.depth)
+    for parameter in (model.pos_embed, model.cls_token, model.reg_token):  # timm leaves them uninitialised
         if parameter is not None:
             nn.init.zeros_(parameter)
     return model
@@ -202,32 +207,41 @@ def set_patch_dropout(model: nn.Module, rate: float) -> None:
 
 
 def timm_arguments(config: ModelConfig, *, image_size: int) -> dict[str, Any]:
-    """Plain JSON arguments with which timm builds this trunk, except a ResNet stem and positions that timm lacks."""
-    sizes = config.sizes
+    """Plain JSON arguments with which timm builds this trunk, except a ResNet stem, positions that its VisionTransformer
+    lacks, SwiGLU's `mlp_layer` and the norm's epsilon."""
+    sizes, gated = config.sizes, config.mlp != "gelu"
     arguments = {
         "img_size": image_size,
         "patch_size": sizes.patch_size,
         "embed_dim": sizes.width,
         "depth": sizes.depth,
         "num_heads": sizes.heads,
-        "mlp_ratio": _mlp_ratio(sizes.width, sizes.mlp_dim),
+        "mlp_ratio": mlp_ratio(sizes.width, sizes.mlp_dim * (2 if gated else 1)),  # timm's counts gates too
         "qkv_bias": True,
-        "class_token": config.pool == "cls",
+        "class_token": config.has_class_token,
         "global_pool": _TIMM_POOL[config.pool],
-        "act_layer": _TIMM_GELU[config.gelu],
+        "act_layer": "silu" if gated else _TIMM_GELU[config.gelu],
     }
     if config.pool == "gap":
-        arguments["fc_norm"] = False  # norm the tokens, then take their mean
+        arguments["fc_norm"] = config.final_norm == "pooled"
     if config.class_token_position == "none":
         arguments["no_embed_class"] = True
     if config.layer_scale is not None:
         arguments["init_values"] = config.layer_scale
     if config.position != "learned_1d" or config.position_at != "stem":
         arguments["pos_embed"] = "none"
+    if config.registers:
+        arguments["reg_tokens"] = config.registers
+    if config.qk_norm == "per_head":
+        arguments["qk_norm"] = True
+    if config.mlp == "swiglu_norm":
+        arguments["scale_mlp_norm"] = True
+    if config.norm == "rms":
+        arguments["norm_layer"] = "rmsnorm"
     return arguments
 
 
-def _mlp_ratio(width: int, mlp_dim: int) -> float:
+def mlp_ratio(width: int, mlp_dim: int) -> float:
     """Return r with timm's int(width * r) == mlp_dim; the quotient may round to just below it."""
     ratio = mlp_dim / width
     return ratio if int(width * ratio) == mlp_dim else math.nextafter(ratio, math.inf)

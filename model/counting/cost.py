@@ -11,6 +11,7 @@ from dataclasses import astuple, dataclass
 from typing import Literal
 
 from shardvit.model.variants import ResnetSizes
+from shardvit.model.vocabulary import Norm
 
 VALUE_BYTES = 2  # bf16
 STATISTIC_BYTES = 4  # norms' mean and reciprocal deviation, softmax's log-sum: float32 on the GPU
@@ -58,9 +59,11 @@ def linear(rows: int, fan_in: int, fan_out: int) -> Cost:
     )
 
 
-def layer_norm(rows: int, width: int) -> Cost:
-    """A LayerNorm of [rows, width]."""
-    return Cost(parameters=2 * width, saved_bytes=VALUE_BYTES * rows * width + 2 * STATISTIC_BYTES * rows)
+def norm(rows: int, width: int, *, kind: Norm = "layer", groups: int = 1) -> Cost:
+    """A LayerNorm of [rows, width], or an RMSNorm, without mean and bias; weights are shared by `groups` of a row."""
+    each = 2 if kind == "layer" else 1  # parameters, and statistics
+    kept = VALUE_BYTES * rows * width + each * STATISTIC_BYTES * rows * groups
+    return Cost(parameters=each * width // groups, saved_bytes=kept)
 
 
 def fused_attention(queries: int, keys: int, *, width: int, heads: int) -> Cost:

@@ -20,9 +20,9 @@ from shardvit.model.counting.cost import (
     Cost,
     convolution,
     fused_attention,
-    layer_norm,
     learned,
     linear,
+    norm,
     resnet_cost,
     saved,
     stem_cost,
@@ -87,7 +87,7 @@ def account(
 
     sizes = config.sizes
     patches = config.grid_size(image_size) ** 2
-    prefix = int(config.pool == "cls")
+    prefix = config.prefix_tokens
     tokens = prefix + max(1, int(patches * (1 - patch_dropout)))  # rounds down, but keeps one, as the model does
     if sizes.resnet_layers is None:
         first = embedding = _patch_embedding(image_size, 3, sizes)
@@ -98,9 +98,9 @@ def account(
         embedding = stem.ends + _patch_embedding(stem.size, stem.channels, sizes)
     ends = (
         embedding
-        + learned(prefix * sizes.width)
+        + learned(prefix * sizes.width)  # class token and registers
         + learned(_position_parameters(config, patches=patches))
-        + layer_norm(tokens, sizes.width)
+        + norm(1 if config.final_norm == "pooled" else tokens, sizes.width, kind=config.norm)
         + _pooling(config, tokens=tokens)
         + logits
     )
@@ -132,21 +132,38 @@ def _block(config: ModelConfig, *, tokens: int) -> Cost:
     width = sizes.width
     scale = learned(width) + saved(tokens * width) if config.layer_scale is not None else NOTHING
     return (
-        layer_norm(tokens, width)
+        norm(tokens, width, kind=config.norm)
         + linear(tokens, width, 3 * width)
         + fused_attention(tokens, tokens, width=width, heads=sizes.heads)
         + (_relative(sizes, tokens=tokens) if config.position == "relative" else NOTHING)
+        + _of_queries_and_keys(config, tokens=tokens)
         + linear(tokens, width, width)
         + scale
-        + layer_norm(tokens, width)
-        + _mlp(tokens, sizes)
+        + norm(tokens, width, kind=config.norm)
+        + (_mlp(tokens, sizes.width, sizes.mlp_dim) if config.mlp == "gelu" else _swiglu(config, tokens=tokens))
         + scale
     )
 
 
-def _mlp(rows: int, sizes: VitSizes) -> Cost:
-    gelu = saved(rows * sizes.mlp_dim)
-    return linear(rows, sizes.width, sizes.mlp_dim) + gelu + linear(rows, sizes.mlp_dim, sizes.width)
+def _mlp(rows: int, width: int, hidden: int) -> Cost:
+    return linear(rows, width, hidden) + saved(rows * hidden) + linear(rows, hidden, width)
+
+
+def _swiglu(config: ModelConfig, *, tokens: int) -> Cost:
+    """One layer makes gate and value; both are kept, and the activated gate."""
+    width, hidden = config.sizes.width, config.sizes.mlp_dim
+    kept = saved(3 * tokens * hidden)
+    inner = norm(tokens, hidden, kind=config.norm) if config.mlp == "swiglu_norm" else NOTHING
+    return linear(tokens, width, 2 * hidden) + kept + inner + linear(tokens, hidden, width)
+
+
+def _of_queries_and_keys(config: ModelConfig, *, tokens: int) -> Cost:
+    """Norms of each head, then rotations: attention then keeps copies besides what `qkv` made for its values."""
+    width, heads = config.sizes.width, config.sizes.heads
+    normed = norm(tokens, width, kind=config.norm, groups=heads).times(2) if config.qk_norm == "per_head" else NOTHING
+    copies = saved(2 * tokens * width) if config.rope != "none" and config.qk_norm == "none" else NOTHING
+    frequencies = learned(width) if config.rope == "mixed" else NOTHING
+    return normed + copies + frequencies
 
 
 def _relative(sizes: VitSizes, *, tokens: int) -> Cost:
@@ -160,7 +177,7 @@ def _relative(sizes: VitSizes, *, tokens: int) -> Cost:
 def _position_parameters(config: ModelConfig, *, patches: int) -> int:
     """Without relative positions, which belong to the blocks."""
     sizes = config.sizes
-    prefix = config.class_token_rows
+    prefix = config.prefix_rows
     match config.position:
         case "learned_1d":  # one row for each token that has one
             once = (prefix + patches) * sizes.width
@@ -181,14 +198,16 @@ def _pooling(config: ModelConfig, *, tokens: int) -> Cost:
         case "gap":  # a sum keeps nothing
             return NOTHING
         case "map":
+            patches = tokens - config.prefix_tokens
+            hidden = sizes.mlp_dim * (1 if config.mlp == "gelu" else 2)  # timm's, of SwiGLU's ratio but without gates
             return (
                 learned(width)  # the one query
                 + linear(1, width, width)
-                + linear(tokens, width, 2 * width)
-                + fused_attention(1, tokens, width=width, heads=sizes.heads)
+                + linear(patches, width, 2 * width)
+                + fused_attention(1, patches, width=width, heads=sizes.heads)
                 + linear(1, width, width)
-                + layer_norm(1, width)
-                + _mlp(1, sizes)
+                + norm(1, width, kind=config.norm)
+                + _mlp(1, width, hidden)
             )
 
 

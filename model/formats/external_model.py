@@ -74,9 +74,9 @@ def move_class_row(state: Mapping[str, Tensor], *, config: ModelConfig) -> dict[
     if "cls_token" not in state or "pos_embed" not in state:
         return state
     has_row = math.isqrt(state["pos_embed"].shape[1]) ** 2 != state["pos_embed"].shape[1]
-    if config.class_token_rows and not has_row:
+    if config.prefix_rows and not has_row:
         state["pos_embed"] = functional.pad(state["pos_embed"], (0, 0, 1, 0))
-    elif has_row and not config.class_token_rows:
+    elif has_row and not config.prefix_rows:
         of_class, state["pos_embed"] = (part.float() for part in state["pos_embed"].tensor_split([1], dim=1))
         state["cls_token"] = state["cls_token"].float() + of_class
     return state

@@ -154,12 +154,11 @@ class Position(nn.Module):
         return self.tables[layer if self.at == "every_layer" else 0](tokens)
 
 
-def make_position(config: ModelConfig, *, grid_size: int, num_prefix_tokens: int, depth: int) -> Position:
-    """Make the position embedding for a square grid behind `num_prefix_tokens` tokens (the class token). State:
-    `tables.N.embedding`, or `tables.N.{column,row,prefix}`; N is 0, up to `depth` - 1 for "every_layer"."""
+def make_position(config: ModelConfig, *, grid_size: int, depth: int) -> Position:
+    """Make the position embedding for a square grid behind class token and registers. State: `tables.N.embedding`, or `tables.N.{column,row,prefix}`; N is 0, up to `depth` - 1 for "every_layer"."""
     width = config.sizes.width
-    rows, kernel = config.class_token_rows, config.interpolation
-    without_row = num_prefix_tokens - rows
+    rows, kernel = config.prefix_rows, config.interpolation
+    without_row = config.prefix_tokens - rows
 
     def table() -> nn.Module | None:
         match config.position:
@@ -169,7 +168,7 @@ def make_position(config: ModelConfig, *, grid_size: int, num_prefix_tokens: int
             case "learned_2d":
                 return Learned2d(grid_size, width, num_prefix_tokens=rows, without_row=without_row, kernel=kernel)
             case "sincos_2d":
-                return SinCos2d(grid_size, width, num_prefix_tokens=num_prefix_tokens)
+                return SinCos2d(grid_size, width, num_prefix_tokens=config.prefix_tokens)
             case "relative" | "none":
                 return None
 
@@ -196,7 +195,7 @@ def fixed_numbers(config: ModelConfig, *, image_size: int) -> dict[str, Tensor]:
         return {}
     grid, width = config.grid_size(image_size), config.sizes.width
     patches = sincos_2d(grid, width).float() if config.position == "sincos_2d" else torch.zeros(grid**2, width)
-    return {"pos_embed": F.pad(patches, (0, 0, learned.class_token_rows, 0))[None]}
+    return {"pos_embed": F.pad(patches, (0, 0, learned.prefix_rows, 0))[None]}
 
 
 def without_numbers(state: Mapping[str, Tensor], *, config: ModelConfig, image_size: int) -> dict[str, Tensor]:

@@ -98,7 +98,7 @@ def resize_state(
                 tensor[None], new_grid=(new, 1), old_grid=(old, 1), num_prefix_tokens=0, kernel=kernel
             )[0]
         else:  # [1, P + grid^2, D]
-            rows = config.class_token_rows
+            rows = config.prefix_rows
             resized[name] = interpolate_pos_embed(
                 tensor, new_grid=(new, new), old_grid=(old, old), num_prefix_tokens=rows, kernel=kernel
             )
@@ -121,7 +121,7 @@ def _check_grid(name: str, tensor: Tensor, *, grid_size: int, config: ModelConfi
                 f"patches, which needs the shape ({grid_size}, D/2)"
             )
         return
-    num_prefix_tokens = config.class_token_rows
+    num_prefix_tokens = config.prefix_rows
     patches = tensor.shape[1] - num_prefix_tokens if tensor.ndim == 3 else -1
     side = math.isqrt(patches) if patches > 0 else 0
     if side**2 != patches:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from shardvit.pipeline.recipe.optimizer import OptimizerConfig
 from shardvit.pipeline.recipe.vocabulary import OptimizerName
 
-_EMBEDDED = ("pos_embed", "position.", "cls_token", "mask_token")  # as in timm: no decay, layer 0
+_EMBEDDED = ("pos_embed", "position.", "cls_token", "reg_token", "mask_token")  # as in timm: no decay, layer 0
 _DIMENSIONS_QKV = 4  # of flax's kernels of q, k and v: which, heads, channels of a head, inputs
 _EMBEDDING = ("patch_embed.", "stem.")  # reads the pixels: not for Muon
 
@@ -98,7 +98,7 @@ def is_head(name: str) -> bool:
 
 
 def _is_matrix(name: str, parameter: Tensor) -> bool:
-    named = name.startswith(_EMBEDDED) or name.endswith((".bias", ".relative"))
+    named = name.startswith(_EMBEDDED) or name.endswith((".bias", ".relative", ".freqs"))
     return parameter.ndim >= 2 and not named
 
 

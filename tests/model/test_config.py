@@ -79,8 +79,8 @@ def test_every_choice_can_be_said() -> None:
         for position_at in ("stem", "every_layer", "every_layer_shared"):
             assert ModelConfig(**SMALL, position=position, position_at=position_at).position_at == position_at
             more = {"position": position, "position_at": position_at, "class_token_position": "none"}
-            assert ModelConfig.model_validate(SMALL | more).class_token_rows == 0
-    assert [ModelConfig(**SMALL, pool=pool).class_token_rows for pool in ("cls", "gap", "map")] == [1, 0, 0]
+            assert ModelConfig.model_validate(SMALL | more).prefix_rows == 0
+    assert [ModelConfig(**SMALL, pool=pool).prefix_rows for pool in ("cls", "gap", "map")] == [1, 0, 0]
     config = ModelConfig(**SMALL, layer_scale=1e-5, gelu="erf", layer_norm_eps=1e-12, interpolation="timm")
     assert ModelConfig.model_validate_json(config.model_dump_json()) == config
 

@@ -10,6 +10,7 @@ from shardvit.model.config import ModelConfig, Regularisation
 from shardvit.model.counting.flops import account
 from shardvit.model.vit import build_model
 from shardvit.model.vocabulary import HeadKind
+from tests.model.later_blocks import LATER_BLOCKS, fitting
 
 SMALL: dict[str, Any] = {"width": 192, "depth": 3, "heads": 3, "patch_size": 8}
 
@@ -118,3 +119,9 @@ def test_hybrids(config: dict[str, Any], image_size: int) -> None:
 )
 def test_pure_resnets(config: dict[str, Any], head: Any) -> None:
     agree(ModelConfig(**config), image_size=224, head=head)
+
+
+@pytest.mark.parametrize("pool", ["cls", "gap", "map"])
+@pytest.mark.parametrize("more", LATER_BLOCKS, ids=lambda more: " ".join(map(str, more.values())))
+def test_what_came_after_the_paper(more: dict[str, Any], pool: Any) -> None:
+    agree(ModelConfig(**SMALL, **fitting(more, pool=pool)), image_size=40)

@@ -21,8 +21,9 @@ _PARTS: dict[str, Callable[[str], bool]] = {
     "trunk": lambda name: not is_head(name),
     "head": is_head,
     "patch_embedding": lambda name: name.startswith("patch_embed."),
-    "positions": lambda name: name.startswith(("pos_embed", "position.")) or name.endswith(".relative"),
+    "positions": lambda name: name.startswith(("pos_embed", "position.")) or name.endswith((".relative", ".freqs")),
     "class_token": lambda name: name == "cls_token",
+    "registers": lambda name: name == "reg_token",
 }
 
 

@@ -49,7 +49,7 @@ def test_a_patch_gets_the_vector_of_its_column_and_then_that_of_its_row(num_pref
 @pytest.mark.parametrize("at", ["stem", "every_layer", "every_layer_shared"])
 def test_a_class_token_without_position_is_left_alone(position: str, at: str) -> None:
     config = _config(position=position, position_at=at, class_token_position="none")
-    made = make_position(config, grid_size=GRID, num_prefix_tokens=1, depth=DEPTH)
+    made = make_position(config, grid_size=GRID, depth=DEPTH)
     randomise(made, scale=1.0)
     tokens = torch.randn(2, 1 + GRID**2, WIDTH)
     moved = made.at_stem(tokens) if at == "stem" else made.before_block(tokens, layer=1)
@@ -84,7 +84,7 @@ def test_sincos_is_fixed_and_adds_nothing_to_the_class_token() -> None:
 @pytest.mark.parametrize("position", ["learned_2d", "sincos_2d"])
 def test_precision_follows_the_parameters(position: str) -> None:
     """Buffers that stay in float32 when parameters are lowered, as under ZeRO-3, do not raise what is computed."""
-    made = make_position(_config(position=position), grid_size=GRID, num_prefix_tokens=1, depth=DEPTH)
+    made = make_position(_config(position=position), grid_size=GRID, depth=DEPTH)
     tokens = torch.randn(2, 1 + GRID**2, WIDTH).bfloat16()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert made.at_stem(tokens).dtype == torch.float32
@@ -134,14 +134,14 @@ def test_the_stem_may_be_timms() -> None:
     ours.load_state_dict({name: value for name, value in standard.state_dict().items() if name != "pos_embed"})
     images = torch.randn(2, 3, 12, 12)
     assert (ours(images) - standard(images)).abs().max() > 1e-3
-    ours.position = make_position(_config(), grid_size=GRID, num_prefix_tokens=1, depth=DEPTH)
+    ours.position = make_position(_config(), grid_size=GRID, depth=DEPTH)
     ours.position.load_state_dict({"tables.0.embedding": standard.state_dict()["pos_embed"]})
     torch.testing.assert_close(ours(images), standard(images))
 
 
 @pytest.mark.parametrize("position", ["none", "relative"])
 def test_nothing_is_added_without_positions(position: str) -> None:
-    made = make_position(_config(position=position), grid_size=GRID, num_prefix_tokens=1, depth=DEPTH)
+    made = make_position(_config(position=position), grid_size=GRID, depth=DEPTH)
     tokens = torch.randn(2, 1 + GRID**2, WIDTH)
     assert made.at_stem(tokens) is tokens
     assert made.before_block(tokens, layer=1) is tokens
