@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
-from shardvit.model.variants import ResnetSizes, VitSizes, parse_variant, resnet_stride
+from shardvit.model.variants import ResnetSizes, VitSizes, gated_mlp_dim, parse_variant, resnet_stride
 from shardvit.model.vocabulary import (
     ClassToken,
     ClassTokenPosition,
@@ -272,12 +272,6 @@ class ModelConfig(BaseModel):
                 f"image size {image_size} is not a multiple of {what} {stride}: take {below} or {below + stride}"
             )
         return image_size // stride
-
-
-def gated_mlp_dim(mlp_dim: int) -> int:
-    """Hidden size of a SwiGLU with as many weights as an MLP of `mlp_dim`: 2/3 of it, up to the next multiple of 8
-    (facebookresearch/dinov2, dinov2/layers/swiglu_ffn.py)."""
-    return (mlp_dim * 2 // 3 + 7) // 8 * 8
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
 """Inspect a trained model: attention maps, rollout and distance; first filters and position similarity (ViT, Figure 7).
 
 Fused kernels never hold attention probabilities, so hooks recompute them in float32 from each block's `qkv` output,
-relative positions, norms and rotations included; the forward pass stays bit-identical. Costs a second product of queries and keys, and holds
-heads x T x T numbers an image for one block at a time. The model must be in evaluation mode, on any device. A pure
-ResNet has no attention; a masked patch model sees whole images.
+relative positions, norms and rotations included; the forward pass stays bit-identical. Costs a second product of
+queries and keys, and holds heads x T x T numbers an image for one block at a time. The model must be in evaluation
+mode. A pure ResNet has no attention; a masked patch model sees whole images.
 """
 
 from collections.abc import Callable

@@ -47,6 +47,12 @@ def resnet_stride(layers: tuple[int, ...]) -> int:
     return 4 * 2 ** max(0, len(layers) - 1)
 
 
+def gated_mlp_dim(mlp_dim: int) -> int:
+    """Hidden size of a SwiGLU with as many weights as an MLP of `mlp_dim`: 2/3 of it, up to the next multiple of 8
+    (facebookresearch/dinov2, dinov2/layers/swiglu_ffn.py)."""
+    return (mlp_dim * 2 // 3 + 7) // 8 * 8
+
+
 _VIT = "An Image is Worth 16x16 Words (arXiv 2010.11929), Table 1"
 _AUGREG = "How to train your ViT? (arXiv 2106.10270), table of configurations; first in DeiT (arXiv 2012.12877)"
 _SCALING = "Scaling Vision Transformers (arXiv 2106.04560), table of model architectures"

@@ -207,8 +207,8 @@ def set_patch_dropout(model: nn.Module, rate: float) -> None:
 
 
 def timm_arguments(config: ModelConfig, *, image_size: int) -> dict[str, Any]:
-    """Plain JSON arguments with which timm builds this trunk, except a ResNet stem, positions that its VisionTransformer
-    lacks, SwiGLU's `mlp_layer` and the norm's epsilon."""
+    """Plain JSON arguments with which timm's VisionTransformer builds this trunk, except a ResNet stem, positions that
+    it lacks, SwiGLU's `mlp_layer` and the norm's epsilon."""
     sizes, gated = config.sizes, config.mlp != "gelu"
     arguments = {
         "img_size": image_size,

@@ -158,12 +158,14 @@ def _swiglu(config: ModelConfig, *, tokens: int) -> Cost:
 
 
 def _of_queries_and_keys(config: ModelConfig, *, tokens: int) -> Cost:
-    """Norms of each head, then rotations: attention then keeps copies besides what `qkv` made for its values."""
-    width, heads = config.sizes.width, config.sizes.heads
-    normed = norm(tokens, width, kind=config.norm, groups=heads).times(2) if config.qk_norm == "per_head" else NOTHING
-    copies = saved(2 * tokens * width) if config.rope != "none" and config.qk_norm == "none" else NOTHING
-    frequencies = learned(width) if config.rope == "mixed" else NOTHING
-    return normed + copies + frequencies
+    """Norms of each head, then rotations: attention keeps q and k besides what `qkv` made, and its output twice, as its
+    layout is theirs; learned rotations keep what they turn."""
+    width, is_normed, turns = config.sizes.width, config.qk_norm == "per_head", config.rope != "none"
+    normed = norm(tokens, width, kind=config.norm, groups=config.sizes.heads).times(2) if is_normed else NOTHING
+    copies = (1 if is_normed else 3) if turns else is_normed
+    if config.rope != "mixed":
+        return normed + saved(copies * tokens * width)
+    return normed + saved((copies + (4 if is_normed else 2)) * tokens * width) + learned(width)
 
 
 def _relative(sizes: VitSizes, *, tokens: int) -> Cost:

@@ -143,6 +143,8 @@ def _npz_objection(meta: SavedModelMeta, *, to: Literal["npz", "big_vision"]) ->
         return f"its LayerNorm epsilon is {config.layer_norm_eps:g}, and Google's is 1e-06"
     if config.layer_scale is not None:
         return "it has layer scale, and Google's models have none"
+    if config.later_blocks:
+        return f"it has {config.later_blocks}, and Google's models have none"
     if config.with_learned_positions.position != "learned_1d" or config.position_at != "stem":
         return f"its position embedding is {config.position} at {config.position_at}, and theirs is learned_1d at stem"
     if to == "npz" and config.pool == "map":

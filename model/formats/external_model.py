@@ -66,19 +66,24 @@ def add_qkv_biases(state: dict[str, Tensor]) -> list[str]:
 
 
 def move_class_row(state: Mapping[str, Tensor], *, config: ModelConfig) -> dict[str, Tensor]:
-    """Convert position embeddings of N or 1 + N rows to the class-token rows of `config`; logits stay the same. A
-    missing row becomes zeros; a superfluous one is added to the token in float32, as big_vision does."""
+    """Convert position embeddings with or without rows for class and register tokens to those of `config`; logits stay
+    the same. Missing rows become zeros; superfluous ones are added to the tokens in float32, as big_vision does."""
     from torch.nn import functional
 
     state = dict(state)
-    if "cls_token" not in state or "pos_embed" not in state:
+    names = [name for name in ("cls_token", "reg_token") if name in state]
+    if not names or "pos_embed" not in state:
         return state
-    has_row = math.isqrt(state["pos_embed"].shape[1]) ** 2 != state["pos_embed"].shape[1]
-    if config.prefix_rows and not has_row:
-        state["pos_embed"] = functional.pad(state["pos_embed"], (0, 0, 1, 0))
-    elif has_row and not config.prefix_rows:
-        of_class, state["pos_embed"] = (part.float() for part in state["pos_embed"].tensor_split([1], dim=1))
-        state["cls_token"] = state["cls_token"].float() + of_class
+    counts = [state[name].shape[1] for name in names]
+    has_rows = math.isqrt(state["pos_embed"].shape[1]) ** 2 != state["pos_embed"].shape[1]
+    if config.prefix_rows and not has_rows:
+        state["pos_embed"] = functional.pad(state["pos_embed"], (0, 0, sum(counts), 0))
+    elif has_rows and not config.prefix_rows:
+        *rows, state["pos_embed"] = (
+            state["pos_embed"].float().split([*counts, state["pos_embed"].shape[1] - sum(counts)], dim=1)
+        )
+        for name, of_token in zip(names, rows, strict=True):
+            state[name] = state[name].float() + of_token
     return state
 
 
@@ -102,6 +107,8 @@ def plain_vit_objection(config: ModelConfig, *, whose: str) -> str | None:
         return f"{whose} has no position embedding {config.position} at {config.position_at}"
     if config.layer_scale is not None:
         return f"{whose} has no layer scale"
+    if config.later_blocks:
+        return f"{whose} has no {config.later_blocks}"
     return None
 
 
@@ -181,7 +188,7 @@ def of_shapes(
 ) -> ExternalModel:
     """Make a model from tensors' shapes, as `config_of`; ValueError if they give no sizes or contradict `given`."""
     sizes = read_sizes(shapes_of(state), origin=origin)
-    if sizes.grid_size is None:
+    if sizes.grid_size is None and semantics.image_size is None:
         raise ValueError(
             f"{origin} has no position embeddings ({format}), so its resolution and kind of positions are unknown: it "
             "is incomplete, or import the folder that shardvit saved, or the file with its record FILE.json beside it"
@@ -193,7 +200,7 @@ def of_shapes(
         format=format,
         state=state,
         config=config,
-        image_size=sizes.grid_size * config.sizes.patch_size,
+        image_size=semantics.image_size or (sizes.grid_size or 0) * config.sizes.patch_size,
         num_classes=sizes.num_classes,
         head=sizes.head,
         notes=notes,
@@ -215,6 +222,8 @@ class Semantics:
     layer_scale: float | None = None
     position: PositionKind | None = None
     class_token_position: ClassTokenPosition | None = None  # None: from the shapes
+    image_size: int | None = None  # without learned positions, which tell it
+    told: Mapping[str, Any] = field(default_factory=dict)  # other fields of `ModelConfig`; they win over shapes
 
 
 def lost_blocks(sizes: VitSizes) -> str | None:
@@ -234,16 +243,19 @@ def config_of(
 ) -> tuple[ModelConfig, tuple[str, ...]]:
     """The trunk of a file, and notes on what was assumed or overridden. `given` is the user's configuration (see
     `settle`); `origin` begins messages. ValueError if the number of heads is unknown or contradicts the file."""
-    pool_and_scale: dict[str, Any] = {"pool": sizes.pool}
+    pool_and_scale: dict[str, Any] = {"pool": sizes.pool, **sizes.later, **semantics.told}
     if (semantics.class_token_position or sizes.class_token_position) == "none":
         pool_and_scale["class_token_position"] = "none"
     if sizes.layer_scale:
         pool_and_scale["layer_scale"] = semantics.layer_scale or _LAYER_SCALE
-    of_file: dict[str, Any] = {
-        "gelu": semantics.gelu,
-        "layer_norm_eps": semantics.layer_norm_eps,
-        "interpolation": semantics.interpolation,
-    } | ({"position": semantics.position} if semantics.position else {})
+    of_file: dict[str, Any] = (
+        ({"gelu": semantics.gelu} if "mlp" not in pool_and_scale else {})
+        | {
+            "layer_norm_eps": semantics.layer_norm_eps,
+            "interpolation": semantics.interpolation,
+        }
+        | ({"position": semantics.position} if semantics.position else {})
+    )
     if given is None:
         variant = variant_of(sizes, heads=semantics.heads)
         if variant is not None:

@@ -1,12 +1,14 @@
 """Read timm's Vision Transformers: a folder that timm or transformers' TimmWrapper wrote, or bare weights.
 
-timm builds the architecture in `config.json` without memory; any difference from ours is refused. Its hybrids are not
+timm builds the architecture in `config.json` without memory; any difference from ours is refused. Of its Eva (EVA-02,
+RoPE-ViT, DINOv3) folders are read, bare weights not: they do not tell how they rotate. Its hybrids are not
 read: their weight standardisation and GroupNorm have other epsilons. Costs one copy of the weights.
 """
 
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
@@ -16,29 +18,23 @@ from shardvit.model.config import ModelConfig
 from shardvit.model.formats.external_model import ExternalModel, Semantics, add_qkv_biases, config_of, of_shapes
 from shardvit.model.formats.weights_file import load_folder_weights
 from shardvit.model.saved.state_shapes import describe_differences, read_sizes, shapes_of
-from shardvit.model.vocabulary import EvalProtocol, Gelu, Pool
+from shardvit.model.saved.timm_eva import from_eva
+from shardvit.model.vocabulary import EvalProtocol, Gelu, Pool, Rope
 
 if TYPE_CHECKING:
-    from timm.models.vision_transformer import VisionTransformer
     from torch import Tensor, nn
 
 _POOLS: dict[str, Pool] = {"token": "cls", "avg": "gap", "map": "map"}
 _GELUS: dict[str, Gelu] = {"GELU(approximate='none')": "erf", "GELU()": "erf", "GELU(approximate='tanh')": "tanh"}
 _GELUS |= {"GELUTanh()": "tanh"}
 
-_FC_NORM = "a norm after the pooling (fc_norm), and the norm of a mean is not the mean of normed tokens"
 # Names in a state dict that reveal timm parameters unknown to our models.
 _UNKNOWN_PARTS = {
-    "reg_token": "register tokens",
     "dist_token": "a distillation token",
     "head_dist.": "a distillation head",
     "norm_pre.": "a norm before the blocks (pre_norm)",
-    "fc_norm.": _FC_NORM,
-    ".q_norm.": "norms on queries and keys (qk_norm)",
     ".attn.norm.": "a norm inside attention (scale_attn_norm)",
-    ".mlp.norm.": "a norm inside the MLP (scale_mlp_norm)",
-    ".mlp.fc1_g.": "SwiGLU MLPs",
-    ".mlp.w12.": "SwiGLU MLPs",
+    ".mlp.w12.": "SwiGLU MLPs under other names than timm's",
     ".attn.gate.": "gated attention",
 }
 
@@ -51,6 +47,13 @@ def is_timm_state(names: Collection[str]) -> bool:
 def read_timm_state(state: dict[str, Tensor], *, config: ModelConfig | None, origin: str) -> ExternalModel:
     """Read a bare state dict; ValueError if it has parts that our models lack, or needs a `config`."""
     _refuse_unknown_parts(state, origin=origin)
+    if of_eva := next(
+        (name for name in state if name.endswith((".gamma_1", "_bias", "q_proj.weight", "_g.weight"))), None
+    ):
+        raise ValueError(
+            f"{origin} has {of_eva}, as timm's Eva (EVA-02, RoPE-ViT, DINOv3), whose bare weights do not tell how they "
+            "rotate: give the folder, with its config.json"
+        )
     if config is None and any(name.startswith("patch_embed.backbone.") for name in state):
         raise ValueError(
             f"{origin} has a ResNet stem and does not tell whose: for one of Google's code or of shardvit give its "
@@ -80,18 +83,12 @@ def read_timm_folder(folder: Path, *, content: dict[str, Any], config: ModelConf
     if differences := describe_differences(shapes_of(state), shapes_of(model.state_dict())):
         raise ValueError(f"{origin}: the weights are not those of the model in its config.json:\n{differences}")
     notes = add_qkv_biases(state)
-    semantics = Semantics(
-        gelu=_GELUS[repr(model.blocks[0].mlp.act)],
-        layer_norm_eps=model.norm.eps,
-        interpolation="timm",
-        heads=model.blocks[0].attn.num_heads,
-        layer_scale=getattr(model.blocks[0].ls1, "init_values", None),
-    )
+    data = resolve_data_config(pretrained_cfg=dict(model.pretrained_cfg) | (content.get("pretrained_cfg") or {}))
+    state, semantics = from_eva(state), _semantics(model, data)
     external = of_shapes(state, format="timm folder", semantics=semantics, given=config, origin=origin)
     # compare timm's model with ours of the same sizes, whatever was asked for
     own, _ = config_of(read_sizes(shapes_of(state), origin=origin), semantics=semantics, given=None, origin=origin)
     _compare_structure(model, own, origin=origin)
-    data = resolve_data_config(pretrained_cfg=dict(model.pretrained_cfg) | (content.get("pretrained_cfg") or {}))
     protocol, share, more = _evaluation(data)
     label_names = content.get("label_names") or ()
     return replace(
@@ -112,9 +109,10 @@ def _refuse_unknown_parts(state: dict[str, Tensor], *, origin: str) -> None:
             raise ValueError(f"{origin} has {what}, see {name}: we build no such model")
 
 
-def _built_by_timm(content: dict[str, Any], *, origin: str) -> VisionTransformer:
+def _built_by_timm(content: dict[str, Any], *, origin: str) -> Any:
     import timm
     import torch
+    from timm.models.eva import Eva
     from timm.models.vision_transformer import VisionTransformer
 
     architecture = content.get("architecture")
@@ -124,8 +122,8 @@ def _built_by_timm(content: dict[str, Any], *, origin: str) -> VisionTransformer
     if "num_classes" in content:
         arguments["num_classes"] = content["num_classes"]
     # timm's factory would read anything else, and can load further files
-    unknown = sorted(arguments.keys() - inspect.signature(VisionTransformer.__init__).parameters.keys())
-    if unknown:
+    taken = {name for kind in (VisionTransformer, Eva) for name in inspect.signature(kind.__init__).parameters}
+    if unknown := sorted(arguments.keys() - taken):
         raise ValueError(
             f"{origin}: config.json has the model_args {', '.join(unknown)}, which timm's VisionTransformer does not "
             "take"
@@ -135,16 +133,60 @@ def _built_by_timm(content: dict[str, Any], *, origin: str) -> VisionTransformer
             model = timm.create_model(architecture, pretrained=False, **arguments)
     except (RuntimeError, TypeError, ValueError, KeyError, AssertionError, AttributeError) as error:
         raise ValueError(f"{origin}: timm cannot build {architecture} with its model_args: {error}") from error
-    if type(model) is not VisionTransformer:
+    if type(model) not in (VisionTransformer, Eva):
         raise ValueError(
-            f"{origin} is timm's {architecture}, a {type(model).__name__}: only its VisionTransformer can be read"
+            f"{origin} is timm's {architecture}, a {type(model).__name__}: only its VisionTransformer and Eva can "
+            "be read"
         )
     return model
 
 
-def _objection(model: VisionTransformer) -> str | None:
-    from timm.layers.patch_embed import PatchEmbed
-    from timm.models.vision_transformer import Block
+def _semantics(model: Any, data: dict[str, Any]) -> Semantics:
+    """What the weights' shapes do not tell, and what timm's model says of it."""
+    block, last_norm = model.blocks[0], model.fc_norm if hasattr(model.fc_norm, "eps") else model.norm
+    pool = _POOLS[model.global_pool]
+    told = {"pool": pool, "rope": _rope(model) or "none"}
+    if model.cls_token is not None and pool != "cls":
+        told["class_token"] = "kept"
+    gated = repr(block.mlp.act) not in _GELUS
+    return Semantics(
+        gelu="erf" if gated else _GELUS[repr(block.mlp.act)],
+        layer_norm_eps=last_norm.eps,
+        interpolation="timm",
+        heads=block.attn.num_heads,
+        layer_scale=getattr(block, "init_values", None) or getattr(getattr(block, "ls1", None), "init_values", None),
+        position="none" if model.pos_embed is None else None,
+        image_size=data["input_size"][-1] if model.pos_embed is None else None,
+        told=told,
+    )
+
+
+def _rope(model: Any) -> Rope | None:
+    """The kind of ours that rotates as timm's model; None if there is none."""
+    from shardvit.model.positions.rotary import eva_arguments
+
+    rope = getattr(model, "rope", None)
+    if rope is None:
+        return "none"
+    types = {"RotaryEmbeddingCat": "cat", "RotaryEmbeddingMixed": "mixed", "RotaryEmbeddingDinoV3": "dinov3"}
+    found = {
+        "rope_type": types.get(type(rope).__name__),
+        "rope_grid_indexing": rope.grid_indexing,
+        "rope_temperature": rope.temperature,
+        "rope_rotate_half": getattr(rope, "rotate_half", False),
+        "ref_feat_shape": list(getattr(rope, "ref_feat_shape", None) or ()),
+    }
+    if getattr(rope, "grid_offset", 0) or getattr(rope, "in_pixels", False) or rope.aug_active:
+        return None
+    usual = {"ref_feat_shape": [], "rope_grid_indexing": "ij", "use_rot_pos_emb": True}
+    kinds: tuple[Rope, ...] = ("axial", "mixed", "eva", "dinov3")
+    return next((kind for kind in kinds if usual | eva_arguments(kind) == usual | found), None)
+
+
+def _objection(model: Any) -> str | None:
+    from timm.layers import AttentionRope, PatchEmbed, RmsNorm
+    from timm.models.eva import EvaAttention, EvaBlock
+    from timm.models.vision_transformer import Attention, Block
     from torch import nn
 
     block = model.blocks[0]
@@ -155,21 +197,38 @@ def _objection(model: VisionTransformer) -> str | None:
         return f"{model.patch_embed.proj.in_channels} input channels"
     if model.patch_embed.grid_size[0] != model.patch_embed.grid_size[1]:
         return f"a grid of {model.patch_embed.grid_size} patches, which is not square"
-    if not isinstance(model.norm, nn.LayerNorm):
-        return f"{type(model.norm).__name__} as its last norm"
+    norms = [each for each in (model.norm, model.fc_norm) if not isinstance(each, nn.Identity)]
+    if len(norms) != 1 or not isinstance(norms[0], nn.LayerNorm | RmsNorm):
+        return f"{' and '.join(type(each).__name__ for each in norms) or 'Identity'} as its last norm"
     if pool is None:
         return f"global_pool {model.global_pool!r}"
-    if (pool == "cls") != (model.cls_token is not None):
-        return f"a class token that global_pool {model.global_pool!r} does not read"
-    if type(block) is not Block:
-        return f"blocks of the kind {type(block).__name__}"
-    activation = getattr(block.mlp, "act", None)
-    if repr(activation) not in _GELUS:
-        return f"the activation {type(activation).__name__}"
+    if not isinstance(model.fc_norm, nn.Identity) and pool != "gap":
+        return f"a norm after global_pool {model.global_pool!r}"
+    if not isinstance(model.norm_pre, nn.Identity):
+        return "a norm before the blocks (pre_norm)"
+    if type(block) not in (Block, EvaBlock) or type(block.attn) not in (Attention, AttentionRope, EvaAttention):
+        return f"blocks of the kind {type(block).__name__} with {type(block.attn).__name__}"
+    if getattr(block.attn, "num_kv_groups", 1) != 1:
+        return "fewer keys than queries (num_kv_heads)"
+    if getattr(block, "gamma_1", None) is not None and block.gamma_2 is None:
+        return "layer scale on attention alone"
+    if (pool == "map" or getattr(model, "pool_include_prefix", False)) and _pools_prefix(model):
+        return "class or register tokens in its pooling"
+    if not _rope(model):
+        return "rotations (rope) of another kind"
+    activation, gated = getattr(block.mlp, "act", None), type(block.mlp).__name__ in ("GluMlp", "SwiGLU")
+    if repr(activation) not in (("SiLU()",) if gated else _GELUS) or getattr(block.mlp, "gate_last", False):
+        return f"the activation {type(activation).__name__} in a {type(block.mlp).__name__}"
+    if not gated and not isinstance(getattr(block.mlp, "norm", None), nn.Identity):
+        return "a norm inside a GELU MLP (scale_mlp_norm)"
     return None
 
 
-def _compare_structure(model: VisionTransformer, config: ModelConfig, *, origin: str) -> None:
+def _pools_prefix(model: Any) -> bool:
+    return bool(model.num_prefix_tokens) and getattr(model, "pool_include_prefix", True)
+
+
+def _compare_structure(model: Any, config: ModelConfig, *, origin: str) -> None:
     """Refuse any layer that differs from ours and that `_objection` does not name."""
     import torch
 
@@ -179,12 +238,18 @@ def _compare_structure(model: VisionTransformer, config: ModelConfig, *, origin:
     with torch.device("meta"):
         ours = _leaves(build_model(config, image_size=image_size, num_classes=1, head="linear"))
     theirs = _leaves(model)
+    if hasattr(model, "rope"):  # of Eva, other names and layers: without what `from_eva` makes one, or into layers
+        ours, theirs = ({name: it for name, it in each.items() if _is_same_in_eva(name)} for each in (ours, theirs))
     for name in sorted(ours.keys() | theirs.keys()):
         if ours.get(name) != theirs.get(name):
             raise ValueError(
                 f"{origin}: timm's model has {theirs.get(name)} at {name} where ours has {ours.get(name)}: we build no "
                 "such model"
             )
+
+
+def _is_same_in_eva(name: str) -> bool:
+    return not re.search(r"\.(ls[12]|[qkv]_proj|mlp\.(act|fc1\w*|drop1))$|^rope$", name)
 
 
 def _leaves(model: nn.Module) -> dict[str, str]:

@@ -155,7 +155,8 @@ class Position(nn.Module):
 
 
 def make_position(config: ModelConfig, *, grid_size: int, depth: int) -> Position:
-    """Make the position embedding for a square grid behind class token and registers. State: `tables.N.embedding`, or `tables.N.{column,row,prefix}`; N is 0, up to `depth` - 1 for "every_layer"."""
+    """Make the position embedding for a square grid behind class token and registers. State: `tables.N.embedding`, or
+    `tables.N.{column,row,prefix}`; N is 0, up to `depth` - 1 for "every_layer"."""
     width = config.sizes.width
     rows, kernel = config.prefix_rows, config.interpolation
     without_row = config.prefix_tokens - rows

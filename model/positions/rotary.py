@@ -1,7 +1,7 @@
 """Attention that rotates queries and keys by the patches' places (RoPE in two dimensions), by timm's modules.
 
-Half of each head's channels turn with a patch's row, half with its column, in pairs; scores then depend on the offset of
-two patches. Class and register tokens are not rotated. Kinds, as in released models (timm 1.0, models/eva.py):
+Half of each head's channels turn with a patch's row, half with its column, in pairs; scores then depend on the offset
+of two patches. Class and register tokens are not rotated. Kinds, as in released models (timm 1.0, models/eva.py):
 - axial: columns first, places counted in patches, temperature 100 (RoPE-ViT, arXiv 2403.13298). A larger image has new
   places beyond the known ones.
 - mixed: the same, but each head of each block learns `freqs`, two-dimensional, from temperature 10 and a random turn.

@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from shardvit.model.config import ModelConfig
 from shardvit.model.saved.atomic import replaced_folder
+from shardvit.model.saved.timm_eva import eva_entry, eva_json, eva_objection, from_eva, to_eva
 from shardvit.model.vocabulary import EvalProtocol, HeadKind, LossKind
 
 if TYPE_CHECKING:
@@ -31,7 +32,8 @@ CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 RECORD_KEY = "shardvit"
 
-_TIMM_ENTRY_POINT = "vit_base_patch16_224"  # builds the trunk; `model_args` overrides all its sizes
+# Build the trunk; `model_args` overrides all their sizes. JSON cannot name SwiGLU's class.
+_TIMM_ENTRY_POINT, _TIMM_SWIGLU = "vit_base_patch16_224", "vit_giant_patch14_dinov2"
 
 # timm's terms for our evaluation protocols: kernel, crop share, crop mode.
 _TIMM_EVALUATION: dict[EvalProtocol, tuple[str, float, str]] = {
@@ -82,8 +84,9 @@ def save_model(folder: Path, state_dict: Mapping[str, Tensor], *, meta: SavedMod
         raise ValueError(f"{folder} exists and is not a saved model of shardvit: remove it or choose another folder")
     with replaced_folder(folder) as new:
         for_timm = timm_objection(meta) is None
-        numbers = fixed_numbers(meta.model, image_size=meta.image_size) if for_timm else {}
-        write_safetensors(new / WEIGHTS_FILE, {**state_dict, **numbers})
+        if for_timm:
+            state_dict = _in_timms_names({**state_dict, **fixed_numbers(meta.model, image_size=meta.image_size)}, meta)
+        write_safetensors(new / WEIGHTS_FILE, state_dict)
         write_json(new / CONFIG_FILE, (_timm_json(meta) if for_timm else {}) | record_json(meta))
 
 
@@ -120,7 +123,10 @@ def load_model(folder: Path) -> tuple[SavedModelMeta, dict[str, Tensor]]:
     path = Path(folder) / WEIGHTS_FILE
     if not path.is_file():
         raise ValueError(f"{path} is missing: the saved model has no weights")
-    state_dict = without_numbers(read_safetensors(path), config=meta.model, image_size=meta.image_size)
+    state_dict = read_safetensors(path)
+    if meta.model.kind == "vit" and meta.model.rope != "none":
+        state_dict = from_eva(state_dict)
+    state_dict = without_numbers(state_dict, config=meta.model, image_size=meta.image_size)
     check_state(state_dict, meta=meta, says=f"{path} does not fit the model that its record describes")
     return meta, state_dict
 
@@ -164,6 +170,8 @@ def timm_objection(meta: SavedModelMeta) -> str | None:
         return "it is a pure ResNet, whose weight standardisation has another epsilon in timm"
     if config.sizes.resnet_layers is not None:
         return "it has a ResNet stem, whose weight standardisation and GroupNorm have other epsilons in timm"
+    if config.rope != "none":
+        return eva_objection(meta.model)
     if config.position != "learned_1d" or config.position_at != "stem":
         return f"timm has no position embedding {config.position} at {config.position_at}"
     return None
@@ -171,19 +179,34 @@ def timm_objection(meta: SavedModelMeta) -> str | None:
 
 def timm_norm_layer(config: ModelConfig) -> str | None:
     """Argument for `timm.create_model` if epsilon is not timm's 1e-6, which JSON cannot express."""
-    eps = config.layer_norm_eps
-    return None if eps == 1e-6 else f"norm_layer=functools.partial(torch.nn.LayerNorm, eps={eps:g})"
+    eps, norm = config.layer_norm_eps, "torch.nn.LayerNorm" if config.norm == "layer" else "timm.layers.RmsNorm"
+    return None if eps == 1e-6 else f"norm_layer=functools.partial({norm}, eps={eps:g})"
+
+
+def _in_timms_names(state: dict[str, Tensor], meta: SavedModelMeta) -> dict[str, Tensor]:
+    if meta.model.rope == "none":
+        return state
+    if meta.model.position == "none":  # which timm's models with RoPE know
+        state.pop("pos_embed", None)
+    return to_eva(state, config=meta.model)
 
 
 def _timm_json(meta: SavedModelMeta) -> dict[str, Any]:
     from shardvit.model.vit import timm_arguments
 
-    arguments = timm_arguments(meta.model.with_learned_positions, image_size=meta.image_size)
+    config = meta.model
+    if config.rope != "none":
+        arguments, entry = eva_json(config, image_size=meta.image_size), eva_entry(config)
+    else:
+        arguments = timm_arguments(config.with_learned_positions, image_size=meta.image_size)
+        entry = _TIMM_ENTRY_POINT
+        if config.mlp != "gelu":
+            entry, arguments["init_values"] = _TIMM_SWIGLU, config.layer_scale  # it has one of its own
     if norm_layer := timm_norm_layer(meta.model):
         arguments["norm_layer"] = f"give {norm_layer}"  # unknown to timm, whose KeyError shows it
     kernel, share, mode = _TIMM_EVALUATION[meta.eval_protocol]
     return {
-        "architecture": _TIMM_ENTRY_POINT,
+        "architecture": entry,
         # At the top level only: transformers passes num_classes to timm itself and crashes on a second in model_args.
         "num_classes": meta.num_classes,
         "num_features": meta.model.sizes.width,

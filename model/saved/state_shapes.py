@@ -8,10 +8,10 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
-from shardvit.model.variants import HYBRIDS, VARIANTS, VitSizes, resnet_stride
+from shardvit.model.variants import HYBRIDS, VARIANTS, VitSizes, gated_mlp_dim, resnet_stride
 from shardvit.model.vocabulary import ClassTokenPosition, HeadKind, Pool
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ class StateSizes:
     num_classes: int  # 0 without a head
     head: HeadKind
     class_token_position: ClassTokenPosition = "learned"
+    later: Mapping[str, Any] = field(default_factory=dict)  # of `LATER_BLOCKS` what shapes tell
 
     def in_words(self) -> str:
         it = self.trunk
@@ -48,7 +49,8 @@ def shapes_of(state: Mapping[str, Tensor]) -> dict[str, Shape]:
 
 def read_sizes(shapes: Mapping[str, Shape], *, origin: str) -> StateSizes:
     """Infer a Vision Transformer's sizes from shapes under our names; ValueError (`origin` first) if impossible."""
-    needed = ("patch_embed.proj.weight", "blocks.0.mlp.fc1.weight", "norm.weight")
+    last_norm = "fc_norm.weight" if "fc_norm.weight" in shapes else "norm.weight"
+    needed = ("patch_embed.proj.weight", "blocks.0.mlp.fc1.weight", last_norm)
     if missing := [name for name in needed if name not in shapes]:
         raise ValueError(
             f"{origin} has no tensor for our {', '.join(missing)}: it is incomplete, or no Vision Transformer"
@@ -62,27 +64,67 @@ def read_sizes(shapes: Mapping[str, Shape], *, origin: str) -> StateSizes:
         width=patch[0],
         depth=1 + max(int(name.split(".")[1]) for name in shapes if name.startswith("blocks.")),
         heads=0,
-        mlp_dim=shapes["blocks.0.mlp.fc1.weight"][0],
+        mlp_dim=_mlp_dim(shapes),
         patch_size=patch[2] * (1 if resnet_layers is None else resnet_stride(resnet_layers)),
         resnet_layers=resnet_layers,
         resnet_width_factor=max(1, (shapes.get(f"{_STEM}stem.conv.weight", ()) or (64,))[0] // 64),
     )
     return StateSizes(
         trunk=trunk,
-        pool="cls" if "cls_token" in shapes else "map" if "attn_pool.latent" in shapes else "gap",
+        pool=_pool(shapes),
         layer_scale="blocks.0.ls1.gamma" in shapes,
         grid_size=_grid_size(shapes, origin=origin),
         num_classes=head[0] if head else 0,
         head="mlp" if "head.logits.weight" in shapes else "linear",
-        class_token_position="none" if "cls_token" in shapes and _is_of_patches(shapes.get("pos_embed")) else "learned",
+        class_token_position="none" if _prefix(shapes) and _is_of_patches(shapes.get("pos_embed")) else "learned",
+        later=_later(shapes),
     )
+
+
+def _pool(shapes: Mapping[str, Shape]) -> Pool:
+    if "attn_pool.latent" in shapes:
+        return "map"
+    return "cls" if "cls_token" in shapes and "fc_norm.weight" not in shapes else "gap"
+
+
+def _mlp_dim(shapes: Mapping[str, Shape]) -> int:
+    """Hidden size; SwiGLU's first layer has twice as many rows."""
+    first, last = shapes["blocks.0.mlp.fc1.weight"], shapes.get("blocks.0.mlp.fc2.weight", ())
+    return last[1] if len(last) == 2 else first[0]
+
+
+def _prefix(shapes: Mapping[str, Shape]) -> int:
+    """Tokens before the patches."""
+    return sum(_tokens(shapes, name) for name in ("cls_token", "reg_token"))
+
+
+def _tokens(shapes: Mapping[str, Shape], name: str) -> int:
+    shape = shapes.get(name, ())
+    return shape[1] if len(shape) == 3 else 0
+
+
+def _later(shapes: Mapping[str, Shape]) -> dict[str, Any]:
+    block = {name.removeprefix("blocks.0.") for name in shapes if name.startswith("blocks.0.")}
+    gated = shapes["blocks.0.mlp.fc1.weight"][0] != _mlp_dim(shapes)
+    found = {
+        "registers": _tokens(shapes, "reg_token"),
+        "class_token": "kept" if "cls_token" in shapes and _pool(shapes) != "cls" else None,
+        "final_norm": "pooled" if "fc_norm.weight" in shapes else None,
+        "qk_norm": "per_head" if "attn.q_norm.weight" in block else None,
+        "mlp": ("swiglu_norm" if "mlp.norm.weight" in block else "swiglu") if gated else None,
+        "norm": "rms" if "norm1.weight" in block and "norm1.bias" not in block else None,
+        "rope": "mixed" if "attn.freqs" in block else None,
+    }
+    return {name: value for name, value in found.items() if value}
 
 
 def variant_of(sizes: StateSizes, *, heads: int | None = None) -> str | None:
     """Named variant with these sizes (and heads, if given), or None."""
     named = {f"{name}/{sizes.trunk.patch_size}": variant for name, variant in VARIANTS.items()} | HYBRIDS
     for name, variant in named.items():
-        trunk = replace(variant, heads=0, patch_size=variant.patch_size or sizes.trunk.patch_size)
+        mlp_dim = gated_mlp_dim(variant.mlp_dim) if "mlp" in sizes.later else variant.mlp_dim
+        patch_size = variant.patch_size or sizes.trunk.patch_size
+        trunk = replace(variant, heads=0, patch_size=patch_size, mlp_dim=mlp_dim)
         if trunk == sizes.trunk and heads in (None, variant.heads):
             return name
     return None
@@ -134,6 +176,9 @@ def _what_would_fix_it(found: Mapping[str, Shape], expected: Mapping[str, Shape]
             file.layer_scale and not model.layer_scale
         ),
         "The model has layer_scale, the file has none: leave it out.": model.layer_scale and not file.layer_scale,
+        f"The file has {_words(file.later)}, the model {_words(model.later)}: give the file's.": (
+            file.later != model.later
+        ),
         _other_grid(file, model): file.grid_size != model.grid_size,
         _other_head(file, model): (file.head, file.num_classes) != (model.head, model.num_classes),
     }
@@ -141,6 +186,10 @@ def _what_would_fix_it(found: Mapping[str, Shape], expected: Mapping[str, Shape]
         f"{other} Sizes, resolution and classes are the same: the file is incomplete, or of a model with parts that "
         "this one does not have."
     ]
+
+
+def _words(later: Mapping[str, Any]) -> str:
+    return " and ".join(f"{name} {value}" for name, value in later.items()) or "only the paper's parts"
 
 
 def _other_trunk(file: StateSizes) -> str:
@@ -180,8 +229,7 @@ def _grid_size(shapes: Mapping[str, Shape], *, origin: str) -> int | None:
     if "pos_embed" not in shapes:
         return None
     shape = shapes["pos_embed"]
-    of_class_token = "cls_token" in shapes and not _is_of_patches(shape)
-    num_patches = shape[1] - of_class_token if len(shape) == 3 else 0
+    num_patches = shape[1] - (0 if _is_of_patches(shape) else _prefix(shapes)) if len(shape) == 3 else 0
     grid_size = math.isqrt(max(0, num_patches))
     if grid_size == 0 or grid_size**2 != num_patches:
         raise ValueError(

@@ -104,6 +104,9 @@ SAVED: list[dict[str, Any]] = [
     SMALL | {"pool": "gap", "mlp_dim": 300},
     SMALL | {"pool": "map", "layer_scale": 0.1},
     SMALL | {"position": "learned_1d", "position_at": "every_layer"},
+    SMALL | {"rope": "axial", "position": "none", "registers": 4, "qk_norm": "per_head"},
+    SMALL | {"rope": "mixed", "mlp": "swiglu", "pool": "map"},
+    SMALL | {"qk_norm": "per_head", "rope": "mixed", "mlp": "swiglu_norm", "pool": "gap", "final_norm": "pooled"},
     SMALL | {"patch_size": 16, "resnet_layers": (2, 2, 2)},
     {"resnet_layers": (1, 2, 2)},
 ]

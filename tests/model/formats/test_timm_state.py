@@ -95,19 +95,15 @@ def test_a_folder_that_transformers_wrote_round_timm(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("architecture", "arguments", "says"),
     [
-        ("vit_base_patch16_224", {"global_pool": "avg"}, "the norm of a mean is not the mean"),
-        ("vit_base_patch16_224", {"global_pool": "avg", "fc_norm": False}, "class token that global_pool 'avg'"),
         ("vit_base_patch16_224", {"global_pool": "max", "fc_norm": False}, "global_pool 'max'"),
-        ("vit_base_patch16_224", {"reg_tokens": 2}, "register tokens"),
-        ("vit_base_patch16_224", {"qk_norm": True}, "qk_norm"),
         ("vit_base_patch16_224", {"pre_norm": True}, "pre_norm"),
         ("vit_base_patch16_224", {"act_layer": "quick_gelu"}, "activation QuickGELU"),
         ("vit_base_patch16_224", {"final_norm": False}, "Identity as its last norm"),
         ("vit_base_patch16_224", {"scale_mlp_norm": True}, "scale_mlp_norm"),
         ("vit_base_patch16_224", {"in_chans": 1}, "1 input channels"),
-        ("vit_base_patch16_224", {"norm_layer": "rmsnorm"}, "RmsNorm as its last norm"),
+        ("vit_base_patch16_224", {"fc_norm": True}, "norm after global_pool 'token'"),
+        ("vit_base_patch16_224", {"global_pool": "map", "pool_include_prefix": True}, "tokens in its pooling"),
         ("vit_base_patch16_224", {"img_size": (8, 72)}, "not square"),
-        ("vit_giant_patch14_reg4_dinov2", {}, "register tokens|SwiGLU"),
         ("deit_base_distilled_patch16_224", {}, "distillation"),
     ],
 )
@@ -117,6 +113,24 @@ def test_other_models_are_refused_in_words(
     folder = _saved(_timm_model(architecture, **arguments), tmp_path / "theirs", **arguments)
     with pytest.raises(ValueError, match=f"theirs (is|has) .*({says}).*we build no such model"):
         read_external(folder)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field", "value"),
+    [
+        ({"global_pool": "avg"}, "final_norm", "pooled"),
+        ({"global_pool": "avg", "fc_norm": False}, "class_token", "kept"),
+        ({"reg_tokens": 2}, "registers", 2),
+        ({"qk_norm": True}, "qk_norm", "per_head"),
+        ({"norm_layer": "rmsnorm"}, "norm", "rms"),
+        ({"global_pool": "map", "reg_tokens": 2, "no_embed_class": True}, "class_token", "kept"),
+    ],
+)
+def test_later_parts_are_read(tmp_path: Path, arguments: dict[str, Any], field: str, value: object) -> None:
+    model = _timm_model(**arguments)
+    meta, state = import_file(_saved(model, tmp_path / "theirs", **arguments))
+    assert getattr(meta.model, field) == value
+    assert relative_difference(logits(rebuilt(meta, state), images()), logits(model, images())) < 1e-5
 
 
 def test_other_architectures_and_arguments_are_refused(tmp_path: Path) -> None:
@@ -160,7 +174,7 @@ def test_a_bare_state_dict_needs_its_heads(tmp_path: Path) -> None:
     assert any("gelu is tanh as given, not the erf" in note for note in foreign.notes)
 
 
-@pytest.mark.parametrize("part", ["reg_token", "fc_norm.weight", "blocks.0.attn.q_norm.weight", "dist_token"])
+@pytest.mark.parametrize("part", ["norm_pre.weight", "blocks.0.attn.gate.weight", "dist_token"])
 def test_a_bare_state_dict_with_foreign_parts_is_refused(tmp_path: Path, part: str) -> None:
     torch.save(_timm_model().state_dict() | {part: torch.zeros(1)}, tmp_path / "bare.pth")
     with pytest.raises(ValueError, match=f"see {part}: we build no such model"):
