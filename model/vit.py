@@ -95,7 +95,8 @@ class Vit(VisionTransformer):
 def takes_other_sizes(model: nn.Module, *, interpolation: Interpolation) -> None:
     """Let a model of `build_model`, changed in place, take square images of other sizes that its patches divide. Its
     parameters stay those of its own size: learned positions are interpolated in the forward pass, differentiably, so
-    that optimizer state, checkpoints and files never change shape; rotations follow. ValueError if its positions are relative."""
+    that optimizer state, checkpoints and files never change shape; rotations follow. ValueError if its positions are
+    relative."""
     if isinstance(model, Vit):
         if any(isinstance(module, RelativeAttention) for module in model.modules()):
             raise ValueError("relative positions are undefined at another resolution than the model's")

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from shardvit.model.config import ModelConfig
 from shardvit.model.formats.detect import import_file, read_external
 from shardvit.model.init import initialise
+from shardvit.model.positions.interpolation import resize_state
 from shardvit.model.saved.model_folder import (
     SavedModelMeta,
     build_described,
@@ -19,7 +20,7 @@ from shardvit.model.saved.model_folder import (
     save_model,
     timm_objection,
 )
-from shardvit.model.vit import build_model
+from shardvit.model.vit import build_model, takes_other_sizes
 from tests.model.comparing import randomise
 from tests.model.later_blocks import LATER_BLOCKS, fitting
 from tests.oracles.conftest import Measured
@@ -150,3 +151,18 @@ def test_what_is_ours_in_no_way_is_refused(name: str, more: dict[str, Any], says
     save_file(theirs.state_dict(), tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=says):
         read_external(tmp_path)
+
+
+@pytest.mark.parametrize("more", [more for more in LATER_BLOCKS if "relative" not in words(more)], ids=words)
+def test_a_model_that_takes_other_sizes_rotates_by_their_grid(more: dict[str, Any]) -> None:
+    config = ModelConfig(**SIZES, **fitting(more, pool="gap"), interpolation="timm")
+    small, large = (
+        randomise(build_model(config, image_size=size, num_classes=5, head="linear")).eval() for size in (16, 24)
+    )
+    state = resize_state(small.state_dict(), config=config, from_image_size=16, to_image_size=24)
+    large.load_state_dict(state)
+    takes_other_sizes(small, interpolation="timm")
+    with torch.no_grad():
+        again = small(IMAGES[:, :, :16, :16])
+        torch.testing.assert_close(small(IMAGES), large(IMAGES), rtol=1e-4, atol=1e-5)
+        assert torch.equal(small(IMAGES[:, :, :16, :16]), again)
