@@ -7,11 +7,11 @@
     rand-m9-mstd0.5-inc1 RandAugment: n operations (2), each with probability p (0.5), at magnitude m (10) with noise of
                          deviation mstd (0), at most mmax (10); inc1: all grow stronger with m; t: another set of them
 
-Bit for bit timm's transform on the mirrored image, with the generators of `random` and numpy seeded from the number. As
+Bit for bit timm's transform on the mirrored image, with generators of `random` and numpy seeded from the number. As
 timm's, it fills uncovered pixels with the mean colour and interpolates as the crop does. Unlike timm, it posterizes to
 black where no bit is kept (the noise makes that 1 image in 660 of rand-m9-mstd0.5-inc1), which Pillow refuses.
 
-`rand_augment` has Google's ranges. Cost at 224 pixels: 0.1 ms for the seeds, 0.1 to 1.4 ms an operation.
+`rand_augment` has Google's ranges. Cost at 224 pixels: 0.1 to 1.4 ms an operation.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from shardvit.data_shards.images.rand_augment import seeded, timms_operations
+from shardvit.data_shards.images.rand_augment import seed_timm, timms_operations
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -38,9 +38,8 @@ class AutoAugment:
 
     def __call__(self, picture: Image.Image, *, draw: float) -> Image.Image:
         """Augment an RGB picture; `draw` is a uniform number in [0, 1)."""
-        operations = _timms(self)
-        with seeded(int(draw * 2**53)):  # all its bits
-            return operations(picture)
+        seed_timm(int(draw * 2**53))  # all its bits
+        return _timms(self)(picture)
 
 
 @cache

@@ -3,8 +3,8 @@
 ranges timm: timm's `rand-m{m}-n{n}-p1-mmax{max(m, 10)}`. n operations out of 15 are all applied (`p1`; timm's default
 skips half), at strength m without `mstd` noise. m above 10 is not clipped: "How to train your ViT?" goes to 20. There
 is no `inc`, with which posterize and solarize would grow stronger with m; Google's grow weaker. Shifts reach 45 % of a
-side at m = 10; geometric operations interpolate. timm draws from the global generators of `random` and numpy, which we
-seed from the sample's number and then restore.
+side at m = 10; geometric operations interpolate. timm draws from the global generators of `random` and numpy, for which
+its file gets a pair of each thread's own, seeded from the sample's number: threads augment side by side.
 
 ranges big_vision: the 16 operations of big_vision (`pp/archive/randaug.py`, from EfficientNet), on timm's code:
 
@@ -24,21 +24,20 @@ min(255, pixels / 256), 196 at 224 pixels, not the image's mean. Bit-identical t
 come from exact halves (up to 3 %).
 
 Uncovered pixels are (128, 128, 128) in both. Another version of Python (ranges timm) or timm may augment differently.
-Cost: 0.1 ms for timm's seeds, and 0.1 to 1.4 ms an operation at 224 pixels: 1.2 ms an image for two of them.
+Cost: 0.1 to 1.4 ms an operation at 224 pixels: 1.2 ms an image for two of them.
 """
 
 from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -56,7 +55,6 @@ OPERATIONS = (
 )
 _FULL_STRENGTH = 10  # timm's and Google's scale of m
 _GREY = (128, 128, 128)
-_GENERATORS = threading.Lock()  # each process has one of each, and data workers may be threads
 
 
 @dataclass(frozen=True)
@@ -89,9 +87,8 @@ class RandAugment:
                 name = OPERATIONS[int(which * len(OPERATIONS))]
                 picture = apply_big_visions(name, picture, magnitude=self.magnitude, draws=rest)
             return np.array(picture)
-        operations = _timms(self.timm_config)
-        with seeded(seed):
-            return np.array(operations(picture))
+        seed_timm(seed)
+        return np.array(_timms(self.timm_config)(picture))
 
 
 def apply_big_visions(name: str, image: Image.Image, *, magnitude: int, draws: list[float]) -> Image.Image:
@@ -155,6 +152,7 @@ def timms_operations() -> ModuleType:
     assert spec is not None and spec.loader is not None
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
+    module.random, module.np = _Random(), _Numpy()
     for name in ("Posterize", "PosterizeIncreasing"):
         module.NAME_TO_OP[name] = partial(_posterize_to_black, module.posterize)
     return module
@@ -174,15 +172,31 @@ def _timms(config: str) -> Callable[[Image.Image], Image.Image]:
     return timms_operations().rand_augment_transform(config)
 
 
-@contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Seed the global generators of `random` and numpy, from which timm draws, and put them back in the end."""
-    with _GENERATORS:
-        of_python, of_numpy = random.getstate(), np.random.get_state()
-        random.seed(seed)
-        np.random.seed(seed >> 21)  # it takes 32 bits; the upper ones
-        try:
-            yield
-        finally:
-            random.setstate(of_python)
-            np.random.set_state(of_numpy)
+class _Generators(threading.local):
+    """What timm's file knows as `random` and `numpy`; each thread has generators of its own."""
+
+    def __init__(self) -> None:
+        self.of_python, self.of_numpy = random.Random(), np.random.RandomState(0)
+
+
+_GENERATORS = _Generators()
+
+
+class _Random:
+    def __getattr__(self, name: str) -> Any:
+        return getattr(_GENERATORS.of_python, name)
+
+
+class _Numpy:
+    @property
+    def random(self) -> np.random.RandomState:
+        return _GENERATORS.of_numpy
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(np, name)
+
+
+def seed_timm(seed: int) -> None:
+    """Seed this thread's generators of timm's operations, as `random.seed` and `numpy.random.seed` do."""
+    _GENERATORS.of_python.seed(seed)
+    _GENERATORS.of_numpy.seed(seed >> 21)  # it takes 32 bits; the upper ones

