@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shardvit.model.vocabulary import LOSSES, LossKind, TrainLoss
+from shardvit.model.vocabulary import LOSSES, LossKind
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 
 
 def loss_function(
-    kind: TrainLoss, *, label_smoothing: float = 0.0, target_threshold: float | None = None
+    kind: LossKind, *, label_smoothing: float = 0.0, target_threshold: float | None = None
 ) -> LossFunction:
     """Return a loss: (logits [B, C], targets) -> float32 scalar, the mean over the batch.
 
@@ -46,6 +46,8 @@ def image_losses(logits: Tensor, targets: Tensor, *, kind: LossKind) -> Tensor:
             return F.cross_entropy(logits, targets, reduction="none")
         case "sigmoid":
             return _class_losses(logits, targets).sum(dim=-1)
+        case "bce":
+            return _class_losses(logits, targets).mean(dim=-1)
 
 
 def probabilities(logits: Tensor, kind: LossKind) -> Tensor:
@@ -53,7 +55,7 @@ def probabilities(logits: Tensor, kind: LossKind) -> Tensor:
     match kind:
         case "softmax":
             return logits.softmax(dim=1)
-        case "sigmoid":
+        case "sigmoid" | "bce":
             return logits.sigmoid()
 
 

@@ -9,8 +9,7 @@ from itertools import product
 from pathlib import Path
 from typing import Literal
 
-LossKind = Literal["softmax", "sigmoid"]  # by its probabilities
-TrainLoss = LossKind | Literal["bce"]
+LossKind = Literal["softmax", "sigmoid", "bce"]
 
 
 @dataclass(frozen=True)
@@ -20,14 +19,12 @@ class LossFacts:
     takes_several_labels: bool  # per image
     smoothing_below: float  # from here on label_smoothing would reverse the targets
     output: str  # maps logits to probabilities, for MLflow's model
-    probabilities: LossKind
 
 
-_OF_EACH = "sigmoid of each class"
-LOSSES: dict[TrainLoss, LossFacts] = {
-    "softmax": LossFacts(takes_several_labels=False, smoothing_below=1.0, output="softmax", probabilities="softmax"),
-    "sigmoid": LossFacts(takes_several_labels=True, smoothing_below=0.5, output=_OF_EACH, probabilities="sigmoid"),
-    "bce": LossFacts(takes_several_labels=True, smoothing_below=1.0, output=_OF_EACH, probabilities="sigmoid"),
+LOSSES: dict[LossKind, LossFacts] = {
+    "softmax": LossFacts(takes_several_labels=False, smoothing_below=1.0, output="softmax"),
+    "sigmoid": LossFacts(takes_several_labels=True, smoothing_below=0.5, output="sigmoid of each class"),
+    "bce": LossFacts(takes_several_labels=True, smoothing_below=1.0, output="sigmoid of each class"),
 }
 HeadKind = Literal["mlp", "linear"]
 Pool = Literal["cls", "gap", "map"]

@@ -52,6 +52,7 @@ _PAIRS = 4  # in a row
 _EVALUATED = 16  # held-out images
 _LONGEST_SIDE = 512  # to which originals in memory are reduced
 _CPU = torch.device("cpu")
+_FILLS = {"const": "the mean colour", "rand": "a random colour", "pixel": "noise"}
 _MIXES = {"mixup": "mixup", "cutmix": "CutMix"}
 
 
@@ -186,6 +187,8 @@ def batch_pictures(
             f" In this step {_MIXES[batch.mix.kind]} gives an image's own labels {whole_percent(batch.mix.keep)} of "
             "the target, and the next image's the rest."
         )
+    if config.target_threshold is not None:
+        mixed += f" The loss counts in full each class with more than {whole_percent(config.target_threshold)}."
     no_labels = " Labels are not used in this stage." if isinstance(config, MaskedPatchStage) else ""
     count = f"The first {len(batch.images)} of {config.global_batch_size:,} images of the"
     after = f"after {counted(step, 'step')}"
@@ -267,8 +270,8 @@ def _words(augment: AugmentConfig) -> str:
     if augment.color_jitter:
         parts.append("colour jitter of {:g}, {:g}, {:g} and {:g}".format(*augment.color_jitter))
     if augment.random_erasing:
-        erased = augment.random_erasing
-        parts.append(f"{whole_percent(erased.probability)} with a part erased ({erased.mode})")
+        share, fill = whole_percent(augment.random_erasing.probability), _FILLS[augment.random_erasing.mode]
+        parts.append(f"{share} with a part replaced by {fill}")
     for kind, alpha in (("mixup", augment.mixup_alpha), ("CutMix", augment.cutmix_alpha)):
         if alpha:
             parts.append(f"{kind} with alpha {alpha:g}")

@@ -11,9 +11,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from shardvit.data_shards.images.auto_augment import AutoAugment
+from shardvit.data_shards.images.color_jitter import ColorJitter
 from shardvit.data_shards.images.transforms import EvalTransform, TrainTransform
 from shardvit.data_shards.loading.assemble import Access
 from shardvit.data_shards.loading.batch import Batch
+from shardvit.data_shards.loading.erasing import ErasingConfig
 from shardvit.data_shards.loading.loader import EvalBatches, Layout, TrainBatches, TrainLoader, eval_batches
 from shardvit.data_shards.loading.mixing import MixupConfig
 from shardvit.data_shards.order.mixture import AnyOrder, make_order
@@ -29,8 +32,14 @@ pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 SIZE, CLASSES = 4, 5
 POOL_SIZES = (1, 2, 3, 5, 8, 13, 1, 4)
 SPOILT = {(3, 2), (5, 0), (5, 7)}  # tar and row of images that cannot be decoded
-TRANSFORM = TrainTransform(SIZE)
-MIXUP = MixupConfig(mixup_alpha=0.5, cutmix_alpha=1.0)
+TRANSFORM = TrainTransform(
+    SIZE,
+    interpolation="random",
+    auto_augment=AutoAugment("rand-m9-mstd0.5-inc1", SIZE),
+    color_jitter=ColorJitter(0.3, 0.3, 0.3),
+)
+ERASING = ErasingConfig(0.5, "pixel", count=2)
+MIXUP = MixupConfig(mixup_alpha=0.5, cutmix_alpha=1.0, mixed_share=0.8)
 
 # A deadline measures how busy the machine is; the pool is made once, and no example changes it.
 law = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -218,6 +227,7 @@ def read(
                 layout=Layout(rank, how.world_size, rows_each, how.accumulation_steps),
                 seed=seed,
                 mixup=mixup,
+                erasing=ERASING,
             ),
             start_step=start_step,
             stop_step=stop_step,

@@ -61,7 +61,7 @@ def recipe(shards: Path, changes: Mapping[str, object] | None = None) -> dict[st
                 "duration": f"{STEPS} steps",
                 "optimizer": {"name": "adamw", "lr": 0.003, "weight_decay": 0.05},
                 "schedule": {"warmup": "10%"},
-                "augment": {"mixup_alpha": 0.2},
+                "augment": {"mixup_alpha": 0.2, "auto_augment": "3a", "random_erasing": {"probability": 0.2}},
                 "dropout": 0.1,
                 "log_every": "7 steps",  # no divisor of save_every: points of the curve span checkpoints
                 "eval_every": "40%",

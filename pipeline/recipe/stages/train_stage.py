@@ -17,7 +17,6 @@ from shardvit.model.vocabulary import (
     InitStyle,
     LossKind,
     StochasticDepthRule,
-    TrainLoss,
 )
 from shardvit.pipeline.own_code.by_path import OwnCode
 from shardvit.pipeline.recipe.data import OneSet, SomeSets, several, without_secrets
@@ -117,7 +116,7 @@ class TrainStage(Strict):
     schedule: ScheduleConfig = ScheduleConfig()
     ema: EmaConfig | None = None
     augment: AugmentConfig = AugmentConfig()
-    loss: TrainLoss | OwnLossConfig = "softmax"
+    loss: LossKind | OwnLossConfig = "softmax"
     """sigmoid: summed over the classes (Google's); bce: their mean, and smoothing as for softmax (timm's, DeiT's)."""
     task: OwnCode | None = None
     """FILE:CLASS of your own, for a loss that needs more than logits and labels, such as distillation or rotations: a
@@ -210,7 +209,7 @@ class TrainStage(Strict):
     @property
     def loss_kind(self) -> LossKind:
         """Probabilities: softmax of all logits, or sigmoid of each."""
-        return self.loss.probabilities if isinstance(self.loss, OwnLossConfig) else LOSSES[self.loss].probabilities
+        return self.loss.probabilities if isinstance(self.loss, OwnLossConfig) else self.loss
 
     @property
     def own_metrics(self) -> dict[str, OwnCode]:

@@ -1,12 +1,13 @@
 """The moving average of the weights: torch's, optax's and timm's laws, and an exchange that leaves no trace."""
 
 import copy
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal
 
 import optax
 import pytest
 import torch
-from timm.utils import ModelEmaV3
+from timm.utils import ModelEma, ModelEmaV2, ModelEmaV3
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from shardvit.launch.bench.operations import Operations
@@ -102,16 +103,21 @@ def test_the_warm_up_is_timms_and_tensorflows() -> None:
     assert {decay_at(n, config=EmaConfig(decay=0.95)) for n in range(5)} == {0.95}
 
 
-def test_with_timms_warm_up_fifty_steps_are_timms() -> None:
+@pytest.mark.parametrize(
+    ("version", "warmup"), [(ModelEma, "none"), (ModelEmaV2, "none"), (ModelEmaV3, "none"), (ModelEmaV3, "timm")]
+)
+def test_fifty_steps_are_timms(version: Callable[..., Any], warmup: Literal["none", "timm"]) -> None:
+    """DeiT takes the first version; timm's training script the third, its warm-up by an option."""
     model = model_of()
-    ours = WeightAverage(masters_of(model), config=EmaConfig(decay=0.9, warmup="timm"))
-    timms = ModelEmaV3(model, decay=0.9, use_warmup=True)
+    ours = WeightAverage(masters_of(model), config=EmaConfig(decay=0.9, warmup=warmup))
+    timms = version(model, decay=0.9, **({"use_warmup": True} if warmup == "timm" else {}))
     for step in range(STEPS):
         walk(model, seed=step)
         ours.update(applied=APPLIED)
-        timms.update(model, step=step + 1)
+        timms.update(model, **({"step": step + 1} if warmup == "timm" else {}))
+    theirs = dict((timms.ema if version is ModelEma else timms.module).named_parameters())
     for name, found in averages(ours).items():
-        assert torch.allclose(found, dict(timms.module.named_parameters())[name], rtol=1e-6, atol=1e-6)
+        assert torch.allclose(found, theirs[name], rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("elements", [1, 4, 1 << 24])
