@@ -29,12 +29,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AutoAugment:
-    """A policy by timm's string (checked by the recipe), for pictures of one size."""
+    """A policy by timm's string (checked by the recipe)."""
 
     policy: str
-    side: int  # of the pictures, in pixels: some shifts are shares of it
     interpolation: str = "random"  # of geometric operations: bilinear, bicubic, or one of them each time
-    fill: tuple[int, int, int] = (128, 128, 128)  # of uncovered pixels
+    fill: tuple[int, ...] = (128, 128, 128)  # of uncovered pixels
 
     def __call__(self, picture: Image.Image, *, draw: float) -> Image.Image:
         """Augment an RGB picture; `draw` is a uniform number in [0, 1)."""
@@ -47,7 +46,7 @@ def _timms(augment: AutoAugment) -> Callable[[Image.Image], Image.Image]:
     """Make timm's transform as its `create_transform` does."""
     from PIL import Image
 
-    options: dict[str, Any] = {"translate_const": int(augment.side * 0.45), "img_mean": augment.fill}
+    options: dict[str, Any] = {"img_mean": augment.fill}  # shifts are shares of the side in all of these policies
     if augment.interpolation != "random":
         options["interpolation"] = Image.Resampling[augment.interpolation.upper()]
     timm = timms_operations()

@@ -87,7 +87,7 @@ def held_out(stage: Stage, shards: ShardSet, *, place: Place) -> EvalBatches:
 def train_transform(config: TrainStage, *, normalisation: Normalisation = GOOGLES) -> TrainTransform:
     """Make the stage's crop, resize, flip and augmentation; AutoAugment fills with the normalisation's mean."""
     augment, strong, policy = config.augment, config.augment.rand_augment, config.augment.auto_augment
-    red, green, blue = (min(255, round(255 * mean)) for mean in normalisation.mean)
+    fill = tuple(min(255, round(255 * mean)) for mean in normalisation.mean)
     kernel = "random" if augment.interpolation == "area" else augment.interpolation  # of what timm has
     return TrainTransform(
         image_size=config.image_size,
@@ -99,7 +99,7 @@ def train_transform(config: TrainStage, *, normalisation: Normalisation = GOOGLE
         antialias=augment.antialias,
         flip=augment.flip,
         rand_augment=strong and RandAugment(num_ops=strong.num_ops, magnitude=strong.magnitude, ranges=strong.ranges),
-        auto_augment=policy and AutoAugment(policy, config.image_size, interpolation=kernel, fill=(red, green, blue)),
+        auto_augment=policy and AutoAugment(policy, interpolation=kernel, fill=fill),
         color_jitter=augment.color_jitter and ColorJitter(*augment.color_jitter),
     )
 

@@ -35,7 +35,7 @@ SPOILT = {(3, 2), (5, 0), (5, 7)}  # tar and row of images that cannot be decode
 TRANSFORM = TrainTransform(
     SIZE,
     interpolation="random",
-    auto_augment=AutoAugment("rand-m9-mstd0.5-inc1", SIZE),
+    auto_augment=AutoAugment("rand-m9-mstd0.5-inc1"),
     color_jitter=ColorJitter(0.3, 0.3, 0.3),
 )
 ERASING = ErasingConfig(0.5, "pixel", count=2)

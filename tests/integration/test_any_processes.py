@@ -33,12 +33,7 @@ def losses(tmp_path_factory: pytest.TempPathFactory, run_preloaded: Run) -> Call
             global_batch_size=32,
             duration=f"{STEPS} steps",
             optimizer={"name": "adamw", "lr": 0.005},
-            augment={
-                "mixup_alpha": 0.2,
-                "crop_area": [0.8, 1.0],
-                "flip": 0.0,
-                "random_erasing": {"probability": 0.1},
-            },
+            augment={"mixup_alpha": 0.2, "crop_area": [0.8, 1.0], "flip": 0.0},
             dropout=0.1,
             stochastic_depth=0.2,
             patch_dropout=0.5,

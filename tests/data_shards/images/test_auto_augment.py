@@ -41,7 +41,7 @@ def timms(policy: str, *, interpolation: str) -> Any:
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("interpolation", ["bicubic", "random"])
 def test_it_is_timms_transform_on_the_same_numbers(policy: str, interpolation: str):
-    ours, theirs = AutoAugment(policy, 48, interpolation, FILL), timms(policy, interpolation=interpolation)
+    ours, theirs = AutoAugment(policy, interpolation, FILL), timms(policy, interpolation=interpolation)
     changed = 0
     for draw in draws(40):
         seed, before = int(draw * 2**53), Image.fromarray(picture())
@@ -63,12 +63,12 @@ def test_it_is_timms_transform_on_the_same_numbers(policy: str, interpolation: s
 def test_a_mirrored_image_is_augmented_after_the_mirroring_as_by_timm(flip: float):
     """timm's shear along y keeps the left edge of the mirrored image."""
     image = picture(48)
-    transform = TrainTransform(48, crop_area=(1, 1), crop_ratio=(1, 1), flip=flip, auto_augment=AutoAugment("v0", 48))
+    transform = TrainTransform(48, crop_area=(1, 1), crop_ratio=(1, 1), flip=flip, auto_augment=AutoAugment("v0"))
     for row in uniforms(5, np.arange(20), draws=DRAWS_PER_SAMPLE):
         found, mirrored = transform(held(image), draws=row)
         assert mirrored == (flip == 1)
         shown = Image.fromarray(image[:, ::-1] if flip else image)
-        expected = np.asarray(AutoAugment("v0", 48)(shown, draw=float(row[RAND_AUGMENT_DRAW])))
+        expected = np.asarray(AutoAugment("v0")(shown, draw=float(row[RAND_AUGMENT_DRAW])))
         np.testing.assert_array_equal(found[:, ::-1] if flip else found, expected)
 
 
@@ -92,7 +92,7 @@ def recorded(augment: AutoAugment, *, count: int) -> list[tuple[str, tuple[Any, 
 
 
 def test_3_augments_operations_are_equally_often_and_the_papers():
-    found = recorded(AutoAugment("3a", 48), count=1500)
+    found = recorded(AutoAugment("3a"), count=1500)
     counts = Counter(name for name, _ in found)
     assert sorted(counts) == ["Desaturate", "GaussianBlurRand", "Solarize"] and len(found) == 1500
     assert stats.chisquare(list(counts.values())).pvalue > 1e-3
@@ -101,7 +101,7 @@ def test_3_augments_operations_are_equally_often_and_the_papers():
 
 
 def test_rand_augments_operations_and_their_noise_follow_its_string():
-    found = recorded(AutoAugment("rand-m9-mstd0.5-inc1", 48), count=4000)
+    found = recorded(AutoAugment("rand-m9-mstd0.5-inc1"), count=4000)
     counts = Counter(name for name, _ in found)
     assert len(counts) == 15 and stats.chisquare(list(counts.values())).pvalue > 1e-3
     assert stats.binomtest(len(found), 2 * 4000, 0.5).pvalue > 1e-3  # n2, p0.5
@@ -113,13 +113,13 @@ def test_rand_augments_operations_and_their_noise_follow_its_string():
 
 
 def test_where_no_bit_is_kept_the_image_is_black():
-    transform: Any = auto_augment._timms(AutoAugment("rand-m10-inc1-p1", 48))
+    transform: Any = auto_augment._timms(AutoAugment("rand-m10-inc1-p1"))
     (posterize,) = (op for op in transform.ops if op.name == "PosterizeIncreasing")
     assert not np.asarray(posterize(Image.fromarray(picture()))).any()
 
 
 def test_it_depends_on_its_own_number_alone():
-    transform = TrainTransform(24, auto_augment=AutoAugment("rand-m9-mstd0.5-inc1-p1", 24))
+    transform = TrainTransform(24, auto_augment=AutoAugment("rand-m9-mstd0.5-inc1-p1"))
     image, row = held(picture(64)), uniforms(1, draws=DRAWS_PER_SAMPLE)[0]
     first = transform(image, draws=row)[0]
     random.seed(0)
@@ -134,7 +134,7 @@ def test_a_worker_does_not_load_all_of_timm():
     script = (
         "import sys, PIL.Image\nfrom shardvit.data_shards.images.auto_augment import AutoAugment\n"
         "from shardvit.data_shards.images.color_jitter import ColorJitter\n"
-        "ColorJitter(0.3, 0.3, 0.3, 0.1)(AutoAugment('3a', 8)(PIL.Image.new('RGB', (8, 8)), draw=0.5), draw=0.5)\n"
+        "ColorJitter(0.3, 0.3, 0.3, 0.1)(AutoAugment('3a')(PIL.Image.new('RGB', (8, 8)), draw=0.5), draw=0.5)\n"
         "assert not {'timm', 'torch', 'torchvision'} & set(sys.modules), sorted(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=240, cwd=Path(auto_augment.__file__).parents[2])

@@ -172,7 +172,7 @@ def test_pytorchs_augmentations_reach_it(tmp_path: Path):
     mean = Normalisation(mean=(0.485, 0.456, 0.406))
     transform, mixing = train_transform(config, normalisation=mean), mixup(config)
     assert (transform.crop, transform.interpolation) == ("simple_random", "bicubic")
-    assert transform.auto_augment == AutoAugment("3a", 8, "bicubic", fill=(124, 116, 104))
+    assert transform.auto_augment == AutoAugment("3a", "bicubic", fill=(124, 116, 104))
     assert transform.color_jitter == ColorJitter(0.3, 0.3, 0.3, 0.0)
     assert erasing(config) == ErasingConfig(0.25, "pixel", 2)
     assert mixing is not None and mixing.mixed_share == 0.5
