@@ -47,7 +47,7 @@ def initialise(model: nn.Module, *, seed: int, head_bias: float = 0.0, style: In
                 shape = tuple(parameter.shape)
                 raise ValueError(f"no initial value is defined for the parameter {name!r} of shape {shape}")
             value = torch.zeros(parameter.shape, device="cpu", dtype=torch.float32)
-            generator = torch.Generator().manual_seed(_stream_seed(seed, name))
+            generator = torch.Generator().manual_seed(stream_seed(seed, name))
             fill(value, generator, model.get_submodule(name.rpartition(".")[0]))
             parameter.copy_(value)
 
@@ -173,6 +173,7 @@ def _fill_of(name: str, *, style: InitStyle) -> Fill | None:
     return None
 
 
-def _stream_seed(seed: int, name: str) -> int:
+def stream_seed(seed: int, name: str) -> int:
+    """Seed of a parameter's random stream."""
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1

@@ -270,6 +270,10 @@ class PipelineRun:
                     open_few_shot(self.recipe, stage=stage, report=say, commands=self.commands, manifests=pins)
             except CommandRefused as error:
                 notes.append(f"stages.{stage}: its images and their number were not checked: {error}")
+            if is_open and config.distillation is not None:
+                from shardvit.pipeline.using.teacher import check_teacher  # imports torch
+
+                check_teacher(self.recipe, stage=stage, classes=data and data.train.classes)
             if data is not None:
                 images = data.train.num_samples
                 plan = plan_stage(self.recipe, stage=stage, samples_per_epoch=images, world_size=self.processes)

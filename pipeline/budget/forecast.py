@@ -74,6 +74,14 @@ class Shards:
 
 
 @dataclass(frozen=True)
+class TeacherCost:
+    """A teacher on each GPU, whole; the memory of its forward pass, which keeps nothing, is not counted."""
+
+    num_bytes: int
+    forward_flops: int  # per image
+
+
+@dataclass(frozen=True)
 class MemoryRow:
     """One ZeRO stage on one GPU; dicts: without and with activation checkpointing."""
 
@@ -150,12 +158,24 @@ class StageForecast:
 
 
 def forecast_stage(
-    recipe: Recipe, *, stage: StageName, length: Length, shards: Shards, machine: Hardware, given: GivenSpeed
+    recipe: Recipe,
+    *,
+    stage: StageName,
+    length: Length,
+    shards: Shards,
+    machine: Hardware,
+    given: GivenSpeed,
+    teacher: TeacherCost | None = None,
 ) -> StageForecast:
-    """Forecast one training stage."""
+    """Forecast one training stage; `teacher` of `distill`."""
     config, engine, plan = recipe.train_stage(stage), recipe.engine, length.plan
     cost = stage_cost(recipe.model, stage=config, engine=engine, num_classes=shards.num_classes)
     costs = phase_costs(recipe, stage=stage, plan=plan, num_classes=shards.num_classes)
+    if teacher:
+        cost, *later = (
+            replace(each, training_flops=each.training_flops + teacher.forward_flops) for each in (cost, *costs.values())
+        )
+        costs = dict(zip(costs, later, strict=True))
     own: ZeroStage = engine.zero_stage if engine.backend == "deepspeed" else 0
     shards_state = engine.backend == "deepspeed" and OPTIMIZERS[config.optimizer.name].takes == "pieces"
     images: dict[Activations, int] = {
@@ -163,7 +183,10 @@ def forecast_stage(
     }
     part = _Part(recipe, config, plan, cost, machine, _speed(recipe, cost=cost, machine=machine, given=given))
     stages = ZERO_STAGES if shards_state else (own,)
-    memory: dict[ZeroStage, MemoryRow] = {each: part.row(each, images=images) for each in stages}
+    weights = teacher.num_bytes if teacher else 0
+    memory: dict[ZeroStage, MemoryRow] = {
+        each: part.row(each, images=images, teacher_bytes=weights) for each in stages
+    }
     phases = part.phases(memory[own], zero_stage=own, costs=costs)
     time = part.time(memory[own], zero_stage=own, phases=phases, known=length.known)
     read = ahead = None
@@ -219,7 +242,7 @@ class _Part:
         images = self.plan.micro_batch_size * self.plan.accumulation_steps
         return images / self.speed.images_per_second if self.speed else None
 
-    def row(self, zero_stage: ZeroStage, *, images: dict[Activations, int]) -> MemoryRow:
+    def row(self, zero_stage: ZeroStage, *, images: dict[Activations, int], teacher_bytes: int = 0) -> MemoryRow:
         """`images`: activation bytes of one image."""
         plan, config, machine, compute_seconds = self.plan, self.config, self.machine, self.compute_seconds
         held = state_of(
@@ -230,6 +253,7 @@ class _Part:
             zero_stage=zero_stage,
             ema=config.ema,
         )
+        held = replace(held, weights=held.weights + teacher_bytes)
         largest: dict[Activations, int] | None = None
         sent = step_seconds = kept_share = None
         if compute_seconds is not None:

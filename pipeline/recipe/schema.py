@@ -275,6 +275,8 @@ class Recipe(Strict):
                 f"{key}.image_size: {size} pixels are {grid**2:,} patches, more than {_MOST_PATCHES:,}: take a smaller "
                 "image_size, or larger patches"
             )
+        if stage.distillation and stage.distillation.kind == "feature" and self.model.kind == "resnet":
+            yield f"{key}.distill.kind: feature needs a Transformer's tokens, which this model lacks: take soft"
         if self.model.custom is not None:
             if masked:
                 yield f"{key}: an own model has no patch embeddings that we could corrupt: take stages.pretrain"

@@ -125,6 +125,9 @@ METRICS: dict[str, Metric] = {
     "train/loss": Metric("nats", "mean loss of the steps since the last point, over all ranks"),
     "train/top1": Metric("share", "top-1 on augmented images; a mixed image counts by the predicted class's share"),
     "train/accuracy": Metric("share", "masked patch prediction: share of patches with the right colour, as train/loss"),
+    "train/teacher_agreement": Metric(
+        "share", "distill: share of augmented images with the same top-1 of student and teacher; not of features"
+    ),
     "train/epoch": Metric("epochs", "images seen over images of the training set"),
     "opt/lr": Metric("", "learning rate of the last step"),
     "opt/grad_norm": Metric("", "L2 norm of the last step's gradients, before clipping"),
@@ -145,7 +148,7 @@ METRICS: dict[str, Metric] = {
     "perf/step_seconds_p95": Metric("s", "95th percentile of the step times since the last point"),
     "perf/step_seconds_max": Metric("s", "longest step time since the last point"),
     "perf/model_tflops_per_s": Metric(
-        "TFLOP/s", "model FLOPs per process, forward and backward, without recomputation"
+        "TFLOP/s", "model FLOPs per process, forward and backward, without recomputation; with a teacher's forward pass"
     ),
     "perf/mfu": Metric(
         "share",

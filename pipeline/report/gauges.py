@@ -40,10 +40,12 @@ class ImageWork:
         return sum(map(self.of_image, range(first, last + 1))) / (last + 1 - first)
 
 
-def stage_work(recipe: Recipe, *, stage: StageName, plan: StagePlan, num_classes: int) -> ImageWork:
-    """Count a stage's training FLOPs per image."""
+def stage_work(
+    recipe: Recipe, *, stage: StageName, plan: StagePlan, num_classes: int, teacher_flops: int = 0
+) -> ImageWork:
+    """Count a stage's training FLOPs per image; `teacher_flops` of its teacher's forward pass are among them."""
     costs = phase_costs(recipe, stage=stage, plan=plan, num_classes=num_classes)
-    return ImageWork(tuple(costs), tuple(cost.training_flops for cost in costs.values()))
+    return ImageWork(tuple(costs), tuple(cost.training_flops + teacher_flops for cost in costs.values()))
 
 
 def peak_flops(engine: EngineConfig, *, gpu_name: str | None) -> float | None:

@@ -12,6 +12,7 @@ a run whose losses scatter by half. A non-finite loss is always a spike.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 
@@ -29,38 +30,39 @@ class StepMeans:
     """Means over micro-batches and ranks for each step of a window; NaN for a skipped step."""
 
     losses: list[float]
-    scores: list[float]
+    scores: list[float]  # of each step one after the other, if it has several
 
 
 class LossWindow:
     """Losses and scores since the last point of the curve; a checkpoint's `scores` may be missing."""
 
-    def __init__(self, losses: Sequence[float], scores: Sequence[float] = ()) -> None:
-        missing = [math.nan] * (len(losses) - len(scores))
+    def __init__(self, losses: Sequence[float], scores: Sequence[float] = (), *, scores_per_step: int = 1) -> None:
+        missing = [math.nan] * (len(losses) * scores_per_step - len(scores))
         self._global = StepMeans(list(losses), [*missing, *scores])
-        self._local: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._micro: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._scores_per_step = scores_per_step
+        self._local: list[tuple[torch.Tensor, ...]] = []  # each has a loss, then scores
+        self._micro: list[tuple[torch.Tensor, ...]] = []
 
     def add(self, loss: torch.Tensor, score: torch.Tensor) -> None:
-        """Add a micro-batch's loss and score, both 0-dimensional."""
-        self._micro.append((loss.detach().double(), score.detach().double()))
+        """Add a micro-batch's loss and score, both 0-dimensional; [scores_per_step] if there are several."""
+        scores = score.detach().double()
+        self._micro.append((loss.detach().double(), *(scores if scores.ndim else (scores,))))
 
     def end_step(self) -> None:
         """Combine the micro-batches added since the last call into one step."""
-        loss, score = (torch.stack(each).mean() for each in zip(*self._micro, strict=True))
-        self._local.append((loss, score))
+        self._local.append(tuple(torch.stack(each).mean() for each in zip(*self._micro, strict=True)))
         self._micro.clear()
 
     def pass_over(self, *, device: torch.device) -> None:
         """Add NaN for a step not done."""
         nothing = torch.full((), math.nan, dtype=torch.float64, device=device)
-        self._local.append((nothing, nothing))
+        self._local.append((nothing,) * (1 + self._scores_per_step))
 
     def reduce(self, ranks: Ranks) -> StepMeans:
         """Return global means of every step in the window; collective."""
         if self._local:
-            losses, scores = zip(*self._local, strict=True)
-            everyone = ranks.gather(torch.stack([*losses, *scores]))
+            losses, *scores = zip(*self._local, strict=True)
+            everyone = ranks.gather(torch.stack([*losses, *chain(*zip(*scores, strict=True))]))
             total = everyone[0].clone()
             for row in everyone[1:]:  # .mean(dim=0) adds in an order that depends on the number of steps
                 total += row

@@ -50,8 +50,9 @@ def stage_report(
     state: TrainState,
     phases: Phases,
     tags: Mapping[str, str],
+    teacher_flops: int = 0,
 ) -> Iterator[Report]:
-    """Open the report of a training stage; `tags` go to its MLflow run."""
+    """Open the report of a training stage; `tags` go to its MLflow run, `teacher_flops` are per image."""
     common: Any = {"phases": phases, "plan": plan, "earlier_seconds": state.training_seconds}
     if not context.ranks.place.is_main:
         yield Report(None, None, None, None, **common)
@@ -65,7 +66,7 @@ def stage_report(
     )
     classes, on_gpu = data.train.num_classes, torch.cuda.is_available()
     gauges = Gauges(
-        stage_work(context.recipe, stage=stage, plan=plan, num_classes=classes),
+        stage_work(context.recipe, stage=stage, plan=plan, num_classes=classes, teacher_flops=teacher_flops),
         processes=plan.world_size,
         peak=peak_flops(context.recipe.engine, gpu_name=torch.cuda.get_device_name() if on_gpu else None),
         on_gpu=on_gpu,

@@ -1,5 +1,8 @@
 """Which task a stage trains: by its recipe, or the user's own."""
 
+from functools import partial
+from typing import Any
+
 import torch
 
 from shardvit.data_shards.errors import UserError
@@ -13,17 +16,29 @@ from shardvit.pipeline.recipe.stages.train_stage import TrainStage
 from shardvit.pipeline.recipe.vocabulary import StageName
 from shardvit.pipeline.stage.stage_data import StageData
 from shardvit.pipeline.stage.task import Classification, Task
+from shardvit.pipeline.tasks.distillation import Distillation
 from shardvit.pipeline.tasks.patch_corruption import MaskedPatches
+from shardvit.pipeline.using.teacher import Teacher
 
 
 def make_task(
-    recipe: Recipe, *, stage: StageName, data: StageData, normalisation: Normalisation, engine: Engine
+    recipe: Recipe,
+    *,
+    stage: StageName,
+    data: StageData,
+    normalisation: Normalisation,
+    engine: Engine,
+    teacher: Teacher | None = None,
 ) -> Task:
     """Make a stage's task; UserError if an own one lacks what the loop calls."""
     config = recipe.train_stage(stage)
     if isinstance(config, MaskedPatchStage):
         return MaskedPatches(engine=engine, seed=recipe.seed, patch_size=recipe.model.sizes.patch_size)
-    made = (load_own(config.task) if config.task else Classification)(
+    kind: Any = load_own(config.task) if config.task else Classification
+    if teacher is not None:
+        precision, device = recipe.engine.precision, engine.device
+        kind = partial(Distillation, teacher=teacher.settle(precision, device=device, normalisation=normalisation))
+    made = kind(
         engine=engine,
         classes=task_outputs(config, classes=data.train.classes),
         label_kind="multi" if data.train.is_multi_label else "single",

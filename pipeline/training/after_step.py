@@ -77,7 +77,9 @@ class AfterStep:
             raise UserError(job.faults.complaint)
         if state.step == job.plan.total_steps and (failure := self._failure()):  # failed at the last step
             raise failure
-        self.losses = LossWindow(state.losses_since_log, state.scores_since_log)
+        # A task may have more than `train_metric`.
+        self._scores: tuple[str, ...] = (job.task.train_metric, *getattr(job.task, "more_train_metrics", ()))
+        self.losses = LossWindow(state.losses_since_log, state.scores_since_log, scores_per_step=len(self._scores))
         rollback = job.plan.rollback
         self._spikes = SpikeFinder(state.recent_losses, sigmas=(rollback and rollback.spike_sigmas) or SIGMAS)
         self._late = LateMetrics(device=job.engine.device)
@@ -141,8 +143,9 @@ class AfterStep:
         new, measured = self.losses.take(job.ranks), job.engine.measured()
         passed_over, first = set(state.passed_over), state.step - len(new.losses) + 1
         by_step = {step: loss for step, loss in enumerate(new.losses, start=first) if step - 1 not in passed_over}
-        if scores := [score for score in new.scores if not math.isnan(score)]:
-            measured[job.task.train_metric] = sum(scores) / len(scores)
+        for number, name in enumerate(self._scores):
+            if scores := [score for score in new.scores[number :: len(self._scores)] if not math.isnan(score)]:
+                measured[name] = sum(scores) / len(scores)
         slowest = job.report.phases.slowest(job.ranks)
         if by_step:
             loss = sum(by_step.values()) / len(by_step)

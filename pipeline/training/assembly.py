@@ -43,6 +43,7 @@ from shardvit.pipeline.stage.data_workers import DataWorkers, data_workers
 from shardvit.pipeline.stage.initial_model import StageStart, stage_model
 from shardvit.pipeline.stage.stage_data import Stage, asked_metrics
 from shardvit.pipeline.stage.task import Task
+from shardvit.pipeline.tasks.feature_student import PROJECTION
 from shardvit.pipeline.training.after_step import TrainingFailed, TrainJob
 from shardvit.pipeline.training.callbacks import Callbacks
 from shardvit.pipeline.transfer.during_training import few_shot_evaluation
@@ -263,6 +264,7 @@ def write_result(context: StageContext, stage: Stage, *, job: TrainJob, state: T
     best = best_results(rows, last=state.evaluation, by=judged_by(config, task=job.task))
     if best:
         report.note(f"{name}: {describe_best(best, stage=name, checkpoints=stage.checkpoints)}")
+    weights = {name: each for name, each in weights.items() if not name.startswith(f"{PROJECTION}.")}
     make_folders(stage.folder, below=stage.run.path)  # fails if the run folder is gone
     meta = stage_model(stage.recipe, stage=name, classes=job.task.outputs, start=start)
     save_for_others(model, weights, meta=meta)

@@ -19,10 +19,12 @@ from shardvit.pipeline.stage.data_record import check_data, keep_data
 from shardvit.pipeline.stage.initial_model import StageStart, stage_model
 from shardvit.pipeline.stage.stage_data import Stage
 from shardvit.pipeline.stage.start_summary import describe_start
+from shardvit.pipeline.tasks.distillation import prepare_student
 from shardvit.pipeline.tasks.make_task import make_task, task_outputs
 from shardvit.pipeline.training.assembly import check_disk, make_job, make_phases, write_result
 from shardvit.pipeline.training.rollback import record_rollback, restore
 from shardvit.pipeline.training.train_loop import train
+from shardvit.pipeline.using.teacher import Teacher, load_teacher
 
 
 def train_stage(context: StageContext, stage: Stage, *, model: nn.Module, start: StageStart) -> None:
@@ -31,6 +33,12 @@ def train_stage(context: StageContext, stage: Stage, *, model: nn.Module, start:
     recipe, plan = stage.recipe, stage.plan
     outputs = task_outputs(stage.config, classes=stage.data.train.classes)
     inputs, record = {**stage.inputs, "weights": start.weights}, stage.record
+    teacher = None
+    if stage.config.distillation is not None:
+        context.start.set_status("reading the teacher")
+        teacher = load_teacher(recipe, stage=stage.name, classes=outputs)
+        inputs["teacher"] = teacher.digest
+        prepare_student(model, teacher, seed=recipe.seed)
     data_record = context.on_main(lambda: check_data(stage.run, stage=stage.name, data=stage.data))
     for note in data_record.notes if data_record else ():
         context.say(note)
@@ -62,7 +70,14 @@ def train_stage(context: StageContext, stage: Stage, *, model: nn.Module, start:
                 )
             try:
                 _attempt(
-                    context, stage, start=start, engine=engine, kernels=kernels, watch=watch, resumed=(restored, state)
+                    context,
+                    stage,
+                    start=start,
+                    engine=engine,
+                    teacher=teacher,
+                    kernels=kernels,
+                    watch=watch,
+                    resumed=(restored, state),
                 )
                 engine.close()
                 return
@@ -76,6 +91,7 @@ def _attempt(
     *,
     start: StageStart,
     engine: Engine,
+    teacher: Teacher | None,
     kernels: Kernels,
     watch: Watch,
     resumed: tuple[Restored | None, TrainState],
@@ -84,13 +100,27 @@ def _attempt(
     phases = make_phases(context, stage.recipe.engine, watch=watch, device=engine.device)
     context.start.set_status("preparing data and records")
     with stage_report(
-        context, stage=name, data=stage.data, plan=stage.plan, state=state, phases=phases, tags=kernels.tags
+        context,
+        stage=name,
+        data=stage.data,
+        plan=stage.plan,
+        state=state,
+        phases=phases,
+        tags=kernels.tags,
+        teacher_flops=teacher.facts.forward_flops if teacher else 0,
     ) as report:
         if context.start.say is not None:
             context.start.say = report.note  # does not garble a progress bar
         if kernels.compiled:
             kernels.compiled.tell = lambda line: report.note(f"{name}: {line}")
-        task = make_task(stage.recipe, stage=name, data=stage.data, normalisation=start.normalisation, engine=engine)
+        task = make_task(
+            stage.recipe,
+            stage=name,
+            data=stage.data,
+            normalisation=start.normalisation,
+            engine=engine,
+            teacher=teacher,
+        )
         job = make_job(context, stage, task=task, engine=engine, state=state, watch=watch, report=report)
         if place.is_main:
             for line in describe_start(stage, place=place, task=task, notes=kernels.notes, restored=restored):

@@ -69,7 +69,7 @@ def load_weights(
         raise UserError(f"stages.{stage}.init: {found.origin} does not fit: {error}") from None
     normalisation = Normalisation(mean=meta.mean, std=meta.std)
     notes = _notes(found, into=into, why=why, image_size=config.image_size)
-    return StageStart(_digest(found.state), normalisation, notes)
+    return StageStart(state_digest(found.state), normalisation, notes)
 
 
 def _record(source: str, *, stage: StageName) -> SavedModelMeta | None:
@@ -143,7 +143,7 @@ def _counted(names: Sequence[str], state: Mapping[str, Tensor]) -> str:
     return f"{sum(state[name].numel() for name in names):,} parameters ({parts})" if names else "nothing"
 
 
-def _digest(state: Mapping[str, Tensor]) -> str:
+def state_digest(state: Mapping[str, Tensor]) -> str:
     """Digest names and values, whatever the format they came in."""
     digest = hashlib.blake2b(digest_size=16)
     for name, each in sorted(state.items()):

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from shardvit.pipeline.recipe.duration import Strict
+from shardvit.pipeline.recipe.stages.distillation import DistillConfig
 from shardvit.pipeline.recipe.stages.pretraining import MaskedPatchStage, PretrainStage
 from shardvit.pipeline.recipe.stages.train_stage import Init, TrainStage
 from shardvit.pipeline.recipe.vocabulary import (
@@ -26,6 +27,9 @@ class FinetuneStage(TrainStage):
     """swap_head: start from that stage's model; scratch: from `init`, with the same linear head."""
     init: Init = "google"
     """Initial weights with start: scratch, as in pretrain: a style, or weights to start from."""
+
+    distill: DistillConfig | None = None
+    """Learn from a teacher."""
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()

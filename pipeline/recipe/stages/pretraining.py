@@ -6,6 +6,7 @@ from pydantic import Field
 
 from shardvit.model.vocabulary import HeadKind
 from shardvit.pipeline.recipe.data import FewShotConfig
+from shardvit.pipeline.recipe.stages.distillation import DistillConfig
 from shardvit.pipeline.recipe.stages.train_stage import Init, StageHead, TrainStage
 
 
@@ -39,6 +40,9 @@ class PretrainStage(TrainStage):
     start from: a run, stage, checkpoint, a file or folder of any format, hf-hub:OWNER/NAME or https:."""
     few_shot: tuple[FewShotConfig, ...] = Field(default=(), max_length=100)
     """Small data sets for few-shot accuracy at evaluations."""
+
+    distill: DistillConfig | None = None
+    """Learn from a teacher."""
 
     @property
     def head_kind(self) -> StageHead:

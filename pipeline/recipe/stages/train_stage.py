@@ -23,7 +23,8 @@ from shardvit.pipeline.recipe.data import OneSet, SomeSets, several, without_sec
 from shardvit.pipeline.recipe.duration import DurationText, Strict
 from shardvit.pipeline.recipe.optimizer import OptimizerConfig, ScheduleConfig
 from shardvit.pipeline.recipe.stages.augment import AugmentConfig
-from shardvit.pipeline.recipe.stages.image_growth import ImageSize
+from shardvit.pipeline.recipe.stages.distillation import DistillConfig
+from shardvit.pipeline.recipe.stages.image_growth import ImageSize, growth_of
 from shardvit.pipeline.recipe.vocabulary import (
     METRICS,
     OF_SEVERAL_LABELS,
@@ -192,6 +193,11 @@ class TrainStage(Strict):
         return None if source in _STYLES else source
 
     @property
+    def distillation(self) -> DistillConfig | None:
+        """The key `distill` of the stages that have it."""
+        return getattr(self, "distill", None)
+
+    @property
     def regularisation(self) -> Regularisation:
         return Regularisation(
             self.dropout,
@@ -259,7 +265,20 @@ class TrainStage(Strict):
         if self.keep_best not in (None, "loss", "score", *self.own_metrics):
             own = ", or a metric of your own" + "".join(f", {name}" for name in self.own_metrics)
             yield f"keep_best is {self.keep_best!r}: give loss or score{own}"
+        if self.distillation:
+            yield from self._distill_problems(self.distillation)
         yield from self._set_problems()
+
+    def _distill_problems(self, distill: DistillConfig) -> Iterator[str]:
+        if self.task is not None:
+            yield "distill has no effect with a task of your own, whose loss it is: leave it out"
+        if distill.kind == "feature" and self.patch_dropout:
+            yield "distill.kind feature compares all patches, and patch_dropout leaves some out: leave it out"
+        if distill.kind == "feature" and growth_of(self.image_size):
+            yield "distill.kind feature compares patch by patch, and image_size grows: give it one size, or take soft"
+        if distill.share == 1:
+            why = "with distill.share 1, which does not use labels"
+            yield from self.ignored("label_smoothing", "target_threshold", why=why)
 
     def _set_problems(self) -> Iterator[str]:
         missing = [key for key in ("train", "eval") if getattr(self, key) is None]
