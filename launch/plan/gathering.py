@@ -3,21 +3,21 @@
 from pathlib import Path
 
 from shardvit.data_shards.errors import UserError
-from shardvit.data_shards.shards.location import is_local
+from shardvit.data_shards.shards.location import is_local, redacted
 from shardvit.launch.local.env import num_gpus
 from shardvit.launch.plan.plan_options import PlanOptions
 from shardvit.launch.plan.plan_page import RecipeForecast
 from shardvit.launch.plan.shards import look
 from shardvit.pipeline.budget.communication import links_of
 from shardvit.pipeline.budget.cost import stage_cost
-from shardvit.pipeline.budget.forecast import GivenSpeed, Hardware, Shards, StageForecast, forecast_stage
+from shardvit.pipeline.budget.forecast import GivenSpeed, Hardware, Shards, StageForecast, TeacherCost, forecast_stage
 from shardvit.pipeline.budget.gpus import Gpu, find_gpu, gpu_of_driver
 from shardvit.pipeline.budget.length import stage_length
 from shardvit.pipeline.budget.warnings import engine_warnings, stage_warnings
 from shardvit.pipeline.recipe.duration import parse_duration
 from shardvit.pipeline.recipe.schema import Recipe
 from shardvit.pipeline.recipe.stages.pretraining import MaskedPatchStage
-from shardvit.pipeline.recipe.vocabulary import StageName
+from shardvit.pipeline.recipe.vocabulary import WEIGHT_BYTES, StageName
 
 DRIVER = Path("/proc/driver/nvidia/gpus")  # GPU/information for each GPU
 _ASSUMED_CLASSES = 1000
@@ -47,17 +47,38 @@ def make_plan(recipe: Recipe, options: PlanOptions, *, driver: Path = DRIVER) ->
 
             check_frozen(recipe, stage=name)
         shards, missing = _shards(recipe, name, num_images=num_images.get(name), num_classes=num_classes.get(name))
-        notes += missing
+        teacher, unseen = _teacher(recipe, name)
+        notes += [*missing, *unseen]
         if measured is not None and given.measured_flops is None:
             cost = stage_cost(recipe.model, stage=config, engine=recipe.engine, num_classes=shards.num_classes)
-            given = GivenSpeed(None, measured, cost.training_flops, name)
+            with_teacher = cost.training_flops + (teacher.forward_flops if teacher else 0)
+            given = GivenSpeed(None, measured, with_teacher, name)
         length = stage_length(recipe, stage=name, num_images=shards.num_images, processes=count)
-        forecasts.append(forecast_stage(recipe, stage=name, length=length, shards=shards, machine=machine, given=given))
+        forecasts.append(
+            forecast_stage(
+                recipe, stage=name, length=length, shards=shards, machine=machine, given=given, teacher=teacher
+            )
+        )
     for forecast in forecasts:
         warnings += stage_warnings(forecast, recipe=recipe, machine=machine)
     warnings += [*engine_warnings(recipe, machine=machine), *notes]
     per_node = min(options.gpus_per_node, count)
     return RecipeForecast(recipe, machine, per_node, tuple(dict.fromkeys(warnings)), tuple(forecasts))
+
+
+def _teacher(recipe: Recipe, stage: StageName) -> tuple[TeacherCost | None, list[str]]:
+    """Count the teacher of a stage, if it has one and it is here."""
+    distill = recipe.train_stage(stage).distillation
+    if distill is None:
+        return None, []
+    if not Path(distill.teacher).exists():
+        why = f"{redacted(distill.teacher)} is not here, so its memory and forward passes are not counted"
+        return None, [f"stages.{stage}.distill.teacher: {why}"]
+    from shardvit.pipeline.using.teacher import check_teacher  # imports torch
+
+    facts = check_teacher(recipe, stage=stage, classes=None)
+    exact = "fp32" in (recipe.engine.precision, distill.precision)
+    return TeacherCost(WEIGHT_BYTES["fp32" if exact else "bf16"] * facts.parameters, facts.forward_flops), []
 
 
 def _by_stage(text: str | None, *, flag: str, names: tuple[StageName, ...]) -> dict[str, int]:

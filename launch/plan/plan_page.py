@@ -114,6 +114,11 @@ def _column(stage: StageForecast) -> dict[str, str]:
         found["... of a node"] = _known(saving.node_bytes, show_bytes, unknown="")
         if saving.copy_seconds is not None and saving.stall_seconds is not None:
             found["stall of a save"] = _part(saving.stall_seconds, saving.copy_seconds)
+    if stage.teacher:
+        found["teacher, FLOPs"], found["... on each GPU"] = (
+            short(stage.teacher.forward_flops),
+            show_bytes(stage.teacher.num_bytes),
+        )
     if stage.own.state.host:
         found["offloaded"] = show_bytes(stage.own.state.host)
     return found
@@ -141,6 +146,8 @@ def _words(plan: RecipeForecast) -> dict[str, str]:
         "image size, px": "a side",
         "parameters": "trained weights, head included",
         "FLOPs an image": "of its forward and backward pass",
+        "teacher, FLOPs": "of its forward pass on an image; among those above",
+        "... on each GPU": "its weights",
         "global batch": "images per optimizer step",
         "": "= GPUs x passes accumulated x images per GPU and pass",
         "steps": "of the optimizer",

@@ -1,7 +1,7 @@
 """Build timm's classifiers of any architecture (RegNets, ConvNeXts, ...) from a folder, as teachers alone.
 
-timm's own code builds the architecture that `config.json` names, with its number of classes and no other argument, so
-no further file is read and nothing of the folder is run. Costs the weights twice while they are copied.
+timm's own code builds the architecture that `config.json` names, with its number of classes and kind of pooling alone,
+so no further file is read and nothing of the folder is run. Costs the weights twice while they are copied.
 """
 
 from __future__ import annotations
@@ -59,14 +59,20 @@ def read_other_timm(folder: Path) -> TimmClassifier:
 
     content = read_json(folder / CONFIG_FILE)
     architecture, classes = content["architecture"], content.get("num_classes")
-    if content.get("model_args"):
-        raise ValueError(f"{folder}: config.json has model_args, with which only VisionTransformers are built")
     if type(classes) is not int or not 1 <= classes <= _MOST_CLASSES:
         raise ValueError(f"{folder}: config.json says num_classes {classes!r}: give a classifier")
+    arguments = {"num_classes": classes, **(content.get("model_args") or {})}
+    usual = {"num_classes": classes, "in_chans": 3, "global_pool": content.get("global_pool")}
+    if unknown := [name for name, each in arguments.items() if name not in usual or each != usual[name]]:
+        raise ValueError(
+            f"{folder}: config.json has the model_args {', '.join(unknown)}, which are for VisionTransformers alone"
+        )
+    if not isinstance(arguments.get("global_pool", ""), str):
+        raise ValueError(f"{folder}: config.json says global_pool {arguments['global_pool']!r}, which is no name")
 
     def build() -> Any:
         try:
-            return timm.create_model(architecture, pretrained=False, num_classes=classes)
+            return timm.create_model(architecture, pretrained=False, **arguments)
         except (RuntimeError, TypeError, ValueError, KeyError, AssertionError, AttributeError) as error:
             raise ValueError(f"{folder}: timm cannot build {architecture}: {error}") from error
 

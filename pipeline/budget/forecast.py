@@ -5,7 +5,7 @@ Hours exclude evaluation, checkpoints, compiling and waiting for data. `shardvit
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from shardvit.data_shards.images.size_phases import size_at
@@ -151,6 +151,7 @@ class StageForecast:
     time: Time | None  # None, as the next two: speed unknown
     reading: Reading | None
     ahead: ReadingAhead | None
+    teacher: TeacherCost | None = None
 
     @property
     def own(self) -> MemoryRow:
@@ -173,7 +174,8 @@ def forecast_stage(
     costs = phase_costs(recipe, stage=stage, plan=plan, num_classes=shards.num_classes)
     if teacher:
         cost, *later = (
-            replace(each, training_flops=each.training_flops + teacher.forward_flops) for each in (cost, *costs.values())
+            replace(each, training_flops=each.training_flops + teacher.forward_flops)
+            for each in (cost, *costs.values())
         )
         costs = dict(zip(costs, later, strict=True))
     own: ZeroStage = engine.zero_stage if engine.backend == "deepspeed" else 0
@@ -184,9 +186,7 @@ def forecast_stage(
     part = _Part(recipe, config, plan, cost, machine, _speed(recipe, cost=cost, machine=machine, given=given))
     stages = ZERO_STAGES if shards_state else (own,)
     weights = teacher.num_bytes if teacher else 0
-    memory: dict[ZeroStage, MemoryRow] = {
-        each: part.row(each, images=images, teacher_bytes=weights) for each in stages
-    }
+    memory: dict[ZeroStage, MemoryRow] = {each: part.row(each, images=images, teacher_bytes=weights) for each in stages}
     phases = part.phases(memory[own], zero_stage=own, costs=costs)
     time = part.time(memory[own], zero_stage=own, phases=phases, known=length.known)
     read = ahead = None
@@ -221,6 +221,7 @@ def forecast_stage(
             max(config.keep_checkpoints, plan.most_within_reach) + forever + (config.keep_best is not None) + 1,
         ),
         saving=part.saving(own),
+        teacher=teacher,
         time=time,
         reading=read,
         ahead=ahead,
