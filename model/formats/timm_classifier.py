@@ -103,4 +103,4 @@ def read_other_timm(folder: Path) -> TimmClassifier:
     )
 
 
-_OURS = ("timm.models.vision_transformer", "timm.models.deit")
+_OURS = ("timm.models.vision_transformer", "timm.models.deit", "timm.models.eva")

@@ -22,7 +22,7 @@ from shardvit.model.counting.flops import account
 from shardvit.model.formats.timm_classifier import is_other_timm, read_other_timm
 from shardvit.model.saved.model_folder import SavedModelMeta, build_described
 from shardvit.pipeline.recipe.schema import Recipe
-from shardvit.pipeline.recipe.stages.distillation import DistillConfig
+from shardvit.pipeline.recipe.stages.teaching import DistillConfig
 from shardvit.pipeline.recipe.vocabulary import StageName
 from shardvit.pipeline.using.find_model import find_model, find_record
 from shardvit.pipeline.using.hub import local_weights

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from typing import Literal
 
 from shardvit.pipeline.recipe.duration import Strict
-from shardvit.pipeline.recipe.stages.distillation import DistillConfig
 from shardvit.pipeline.recipe.stages.pretraining import MaskedPatchStage, PretrainStage
+from shardvit.pipeline.recipe.stages.teaching import DistillConfig
 from shardvit.pipeline.recipe.stages.train_stage import Init, TrainStage
 from shardvit.pipeline.recipe.vocabulary import (
     ALL_STAGES,

@@ -6,7 +6,7 @@ from pydantic import Field
 
 from shardvit.model.vocabulary import HeadKind
 from shardvit.pipeline.recipe.data import FewShotConfig
-from shardvit.pipeline.recipe.stages.distillation import DistillConfig
+from shardvit.pipeline.recipe.stages.teaching import DistillConfig
 from shardvit.pipeline.recipe.stages.train_stage import Init, StageHead, TrainStage
 
 

@@ -23,8 +23,8 @@ from shardvit.pipeline.recipe.data import OneSet, SomeSets, several, without_sec
 from shardvit.pipeline.recipe.duration import DurationText, Strict
 from shardvit.pipeline.recipe.optimizer import OptimizerConfig, ScheduleConfig
 from shardvit.pipeline.recipe.stages.augment import AugmentConfig
-from shardvit.pipeline.recipe.stages.distillation import DistillConfig
 from shardvit.pipeline.recipe.stages.image_growth import ImageSize, growth_of
+from shardvit.pipeline.recipe.stages.teaching import DistillConfig
 from shardvit.pipeline.recipe.vocabulary import (
     METRICS,
     OF_SEVERAL_LABELS,
