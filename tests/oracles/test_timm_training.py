@@ -1,0 +1,180 @@
+"""timm's train step beside ours: 100 steps of DeiT and DeiT III from the same weights, on the same mixed batches.
+
+The real command trains, in float32; timm's side has timm's model by name (DeiT's and DeiT III's, cut in size), its loss
+of mixed targets, its parameter groups, its clipping and its optimizers. Stochastic depth is off, as the two draw other
+blocks. The losses of all steps must agree within 1e-5.
+
+DeiT III's LAMB scales each parameter, timm's q, k and v as one. Ours scales the three apart, as flax does: beside timm's
+LAMB over a model in which they are three parameters it is within 1e-5, too.
+"""
+
+import subprocess
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import timm
+import torch
+import yaml
+from timm.loss import BinaryCrossEntropy, SoftTargetCrossEntropy
+from timm.optim import create_optimizer_v2
+from timm.utils import dispatch_clip_grad
+from torch import Tensor, nn
+
+from shardvit.data_shards.packing.pack import pack
+from shardvit.model.init import initialise
+from shardvit.model.vit import build_model
+from shardvit.pipeline.ranks.place import Place
+from shardvit.pipeline.recipe.schema import Recipe
+from shardvit.pipeline.recipe.stage_plan import plan_stage
+from shardvit.pipeline.runs.logs import read_metrics
+from shardvit.pipeline.runs.run_folder import RunFolder
+from shardvit.pipeline.stage.batches import train_stream
+from shardvit.pipeline.stage.pixels import model_input, targets
+from shardvit.pipeline.stage.stage_data import Stage, open_data
+from tests.oracles.conftest import Measured
+
+STEPS, CLASSES, BELOW = 100, 3, 1e-5
+_CPU = torch.device("cpu")
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Our keys, and timm's counterparts."""
+
+    name: str
+    timms: str  # name of the model
+    loss: nn.Module
+    model: Mapping[str, Any]  # keys of the recipe's model besides sizes
+    stage: Mapping[str, Any]  # keys of the stage
+    optimizer: Mapping[str, Any]  # timm's
+    clip: float | None  # timm's --clip-grad, None: the optimizer's own
+
+
+_MIXED = {"mixup_alpha": 0.8, "cutmix_alpha": 1.0, "crop_area": [0.6, 1.0], "repeats": 3}
+DEIT = Case(
+    "DeiT",
+    "deit_small_patch16_224",
+    loss=SoftTargetCrossEntropy(),
+    model={},
+    stage={
+        "optimizer": {"name": "adamw", "lr": 1e-3, "weight_decay": 0.05, "weight_decay_on": "matrices"},
+        "label_smoothing": 0.1,
+        "augment": _MIXED,
+    },
+    optimizer={"opt": "adamw", "weight_decay": 0.05},
+    clip=1.0,
+)
+
+
+def recipe_of(case: Case, shards: Path, *, sizes: Mapping[str, Any], image_size: int, batch: int) -> Recipe:
+    tree = {
+        "name": case.name.lower().replace(" ", "-"),
+        "seed": 4,
+        "processes": 2,
+        "model": {**sizes, "gelu": "erf", **case.model},
+        "engine": {"precision": "fp32", "max_micro_batch_size": batch // 4, "zero_stage": 1},
+        "stages": {
+            "pretrain": {
+                "train": str(shards / "train"),
+                "eval": str(shards / "val"),
+                "head": "linear",
+                "init": "timm",
+                "image_size": image_size,
+                "global_batch_size": batch,
+                "duration": f"{STEPS} steps",
+                "schedule": {"warmup": "10 steps"},
+                "log_every": "1 steps",
+                "eval_every": "0 steps",
+                **case.stage,
+            }
+        },
+    }
+    return Recipe.model_validate(tree)
+
+
+def our_losses(recipe: Recipe, *, folder: Path, run: Run) -> np.ndarray:
+    (folder / f"{recipe.name}.yaml").write_text(yaml.safe_dump(recipe.model_dump(mode="json", exclude_defaults=True)))
+    done = run("run", f"{recipe.name}.yaml", cwd=folder, timeout_seconds=3000)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = read_metrics(folder / "runs" / recipe.name / "pretrain" / "metrics.jsonl")
+    losses = [row.metrics["train/loss"] for row in rows if "train/loss" in row.metrics]
+    assert len(losses) == STEPS
+    return np.array(losses)
+
+
+def batches_of(recipe: Recipe) -> Iterator[tuple[Tensor, Tensor]]:
+    """Global batches as one process reads them: images [n, 3, S, S] and shares of the classes [n, C], both mixed."""
+    data = open_data(recipe, stage="pretrain", report=lambda line: None)
+    recipe = recipe.model_copy(update={"engine": recipe.engine.model_copy(update={"max_micro_batch_size": 2**10})})
+    plan = plan_stage(recipe, stage="pretrain", samples_per_epoch=data.train.num_samples, world_size=1)
+    stream = train_stream(Stage(recipe, "pretrain", data, plan, run=RunFolder(Path(), name="r")), place=Place())
+    for number in range(STEPS):
+        images = model_input(stream[number], device=_CPU, dtype=torch.float32)
+        shares = targets(stream[number], device=_CPU, num_classes=CLASSES, label_kind="single")
+        assert shares.is_floating_point()
+        yield images[: plan.global_batch_images], shares[: plan.global_batch_images]
+
+
+def timms_losses(case: Case, recipe: Recipe, *, prepare: Callable[[nn.Module], None] = lambda model: None) -> np.ndarray:
+    """The losses of timm's step; `prepare` changes the model before its optimizer is made."""
+    stage, sizes = recipe.train_stage("pretrain"), recipe.model.sizes
+    ours = build_model(recipe.model, image_size=stage.image_size, num_classes=CLASSES, head="linear")
+    initialise(ours, seed=recipe.seed, style="timm")
+    model = timm.create_model(
+        case.timms,
+        img_size=stage.image_size,
+        patch_size=sizes.patch_size,
+        embed_dim=sizes.width,
+        depth=sizes.depth,
+        num_heads=sizes.heads,
+        num_classes=CLASSES,
+    )
+    model.load_state_dict(ours.state_dict(), strict=True)
+    prepare(model)
+    optimizer = create_optimizer_v2(model, lr=1.0, **case.optimizer)
+    data = open_data(recipe, stage="pretrain", report=lambda line: None)
+    schedule = plan_stage(
+        recipe, stage="pretrain", samples_per_epoch=data.train.num_samples, world_size=1
+    ).schedule
+    losses = []
+    for step, (images, shares) in enumerate(batches_of(recipe)):
+        for group in optimizer.param_groups:
+            group["lr"] = schedule(step)
+        smoothed = shares * (1 - stage.label_smoothing) + stage.label_smoothing / CLASSES
+        loss = case.loss(model(images), smoothed)
+        optimizer.zero_grad()
+        loss.backward()
+        if case.clip:
+            dispatch_clip_grad(model.parameters(), case.clip)
+        optimizer.step()
+        losses.append(loss.item())
+    return np.array(losses)
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("timm")
+    pack("digits", folder / "digits", classes=("0", "1", "2"), holdout=0.1, report=lambda text: None)
+    return folder
+
+
+TINY = partial(recipe_of, sizes={"width": 32, "depth": 2, "heads": 2, "patch_size": 4}, image_size=16, batch=32)
+
+
+def compare(measured: Measured, case: Case, ours: np.ndarray, theirs: np.ndarray, *, size: str, oracle: str) -> None:
+    assert theirs[-20:].mean() < 0.95 * theirs[:5].mean(), "it does not learn"
+    semantic = f"{STEPS} steps: {case.name}, {size}"
+    measured(semantic, oracle, "losses of all steps", ours / theirs, np.ones(STEPS), below=BELOW)
+
+
+def test_deit(digits: Path, run_preloaded: Run, measured: Measured) -> None:
+    """Erf GELU, class token with a position, softmax of smoothed mixed targets, clipping, AdamW on matrices."""
+    recipe = TINY(DEIT, digits / "digits")
+    ours, theirs = our_losses(recipe, folder=digits, run=run_preloaded), timms_losses(DEIT, recipe)
+    compare(measured, DEIT, ours, theirs, size="tiny", oracle="timm")
