@@ -31,7 +31,7 @@ from shardvit.pipeline.recipe.vocabulary import EXIT_STOPPED, EXIT_USER_ERROR, S
 from shardvit.pipeline.report.best import describe_results
 from shardvit.pipeline.runs.run_folder import RunFolder, check_inputs
 from shardvit.pipeline.stage.data_record import check_data, has_record, kept_manifests
-from shardvit.pipeline.stage.initial_model import model_from_elsewhere
+from shardvit.pipeline.stage.initial_model import check_kept_head, model_from_elsewhere
 
 _GONE_SECONDS = 20.0  # for the ranks to notice, report it and exit
 
@@ -243,7 +243,7 @@ class PipelineRun:
 
             check_own_model(self.recipe)
         begun: list[StageName] = [each for each in self.recipe.stages.trained if not self._begins_again(each)]
-        kept = kept_manifests(self.folder, stages=begun)
+        kept, classes = kept_manifests(self.folder, stages=begun), tuple[str, ...]()
         for stage in self.recipe.stages.names:
             is_open = not self._stays_done(stage)
             config = getattr(self.recipe.stages, stage)
@@ -278,6 +278,8 @@ class PipelineRun:
                 images = data.train.num_samples
                 plan = plan_stage(self.recipe, stage=stage, samples_per_epoch=images, world_size=self.processes)
                 training_order(self.recipe, data=data, plan=plan)
+                check_kept_head(self.recipe, before=classes or data.train.classes, classes=data.train.classes)
+                classes = data.train.classes
             own_code = own_digests(config.model_dump(mode="json"))
             if is_open and not self._begins_again(stage):
                 check_inputs(self.folder, stage=stage, inputs=own_code)

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.text import named
 from shardvit.data_shards.vocabulary import GOOGLES, Normalisation
 from shardvit.model.config import ModelConfig
 from shardvit.model.saved.model_folder import WEIGHTS_FILE, SavedModelMeta
@@ -62,6 +63,20 @@ def model_from_elsewhere(recipe: Recipe) -> Path | None:
         raise UserError(f"stages.swap_head.model: {folder / WEIGHTS_FILE} is missing: the model has no weights")
     check_same_size(recipe, meta, stage="finetune", source=folder)
     return folder
+
+
+def check_kept_head(recipe: Recipe, *, before: Sequence[str], classes: Sequence[str], head: str = "linear") -> None:
+    """UserError if swap_head keeps the head, and the classes that it knows are not fine-tuning's."""
+    config = recipe.stages.swap_head
+    if config is None or config.head == "new":
+        return
+    if head != "linear":
+        raise UserError(f"stages.swap_head.head is kept, but {config.model}'s is of kind {head}: set head to new")
+    if tuple(before) != tuple(classes):
+        raise UserError(
+            f"stages.swap_head.head is kept, but the model's classes ({named(before)}) are not those of "
+            f"stages.finetune.train ({named(classes)}): set head to new"
+        )
 
 
 def check_same_model(recipe: Recipe, meta: SavedModelMeta, *, key: str, source: Path | str, advice: str = "") -> None:

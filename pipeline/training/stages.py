@@ -42,7 +42,7 @@ from shardvit.pipeline.stage.context import StageContext
 from shardvit.pipeline.stage.data_once import open_data_once
 from shardvit.pipeline.stage.data_record import kept_manifests
 from shardvit.pipeline.stage.data_workers import expect_data_workers
-from shardvit.pipeline.stage.initial_model import StageStart, model_from_elsewhere
+from shardvit.pipeline.stage.initial_model import StageStart, check_kept_head, model_from_elsewhere
 from shardvit.pipeline.stage.stage_data import Stage, open_data
 from shardvit.pipeline.tasks.make_task import task_outputs
 from shardvit.pipeline.training.stage_training import train_stage
@@ -178,8 +178,12 @@ def swap_head(context: StageContext) -> None:
             old, model = build_from_saved(source)
         except ValueError as error:
             raise UserError(f"stages.swap_head: {error}") from None
-        dropped = _num_parameters(model.get_submodule("head"))
-        if isinstance(model, MaskedPatchVit):
+        check_kept_head(recipe, before=old.class_names, classes=classes, head=old.head)
+        keeps = recipe.stages.swap_head is not None and recipe.stages.swap_head.head == "kept"
+        dropped = 0 if keeps else _num_parameters(model.get_submodule("head"))
+        if keeps:
+            pass  # head and all
+        elif isinstance(model, MaskedPatchVit):
             dropped += model.mask_token.numel()
             model = classifier_of(
                 model, config=old.model, image_size=old.image_size, num_classes=len(classes), seed=recipe.seed
@@ -188,7 +192,7 @@ def swap_head(context: StageContext) -> None:
             replace_own_head(model, len(classes))
         else:
             replace_head(model, len(classes))
-        attached = _num_parameters(model.get_submodule("head"))
+        attached = 0 if keeps else _num_parameters(model.get_submodule("head"))
         values = {
             "model/head_parameters_dropped": float(dropped),
             "model/head_parameters_attached": float(attached),
@@ -199,11 +203,11 @@ def swap_head(context: StageContext) -> None:
         make_folders(folder.stage("swap_head"), below=folder.path)  # fails if the run folder is gone
         save_model(folder.model("swap_head"), model.state_dict(), meta=meta)
         folder.update("swap_head", state="done", results=values, model_digest=weights_digest(folder.model("swap_head")))
-    print(
-        f"swap_head: dropped the pre-training head ({dropped:,} parameters), attached a zero-initialised linear "
-        f"layer ({attached:,} parameters) for {len(classes)} classes",
-        flush=True,
+    swapped = (
+        f"dropped the pre-training head ({dropped:,} parameters), attached a zero-initialised linear layer "
+        f"({attached:,} parameters)"
     )
+    print(f"swap_head: {'kept the head' if keeps else swapped} for {len(classes)} classes", flush=True)
 
 
 def _num_parameters(module: nn.Module) -> int:

@@ -17,10 +17,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from shardvit.data_shards.packing.pack import pack
 from shardvit.data_shards.packing.sources.label_list import LabelList
+from shardvit.model.saved.model_folder import load_model
 from shardvit.pipeline.recipe.io import dump_recipe, flatten, load_recipe
 from shardvit.pipeline.recipe.schema import Recipe
 from shardvit.pipeline.recipe.sources import finetune_sets, shipped_recipes
@@ -59,8 +61,14 @@ def signature(recipe: Recipe) -> tuple[str, ...]:
     return (kind, stem, *sorted(found))
 
 
+# PyTorch's recipes: one of each family in the suite.
+ONE_OF = {"deit": "deit_b16_in1k_384", "deit3": "deit3_b16_in1k", "timm": "rsb_a2_s16_in1k"}
+
+
 def of_each_kind(recipes: dict[str, Recipe]) -> set[str]:
     """The first recipe of each signature; those for a laptop run whole in the demos and their tests."""
+    families = {name: path.parent.name for name, path in shipped_recipes().items()}
+    recipes = {name: one for name, one in recipes.items() if ONE_OF.get(families.get(name, ""), name) == name}
     first: dict[tuple[str, ...], str] = {}
     for name, recipe in recipes.items():
         if any(stage.data for stage in vars(recipe.stages).values() if isinstance(stage, TrainStage)):
@@ -87,7 +95,8 @@ def reduced(recipe: Recipe, *, name: str, shards: Path) -> Recipe:
             keys = tree["stages"][stage]
             labels = "many" if config.data in MANY_LABELS else "one"
             keys |= {"train": str(shards / labels / "train"), "eval": str(shards / labels / "val")}
-            keys |= {"global_batch_size": batch, "duration": f"{STEPS} steps"}
+            size = max(batch, 2 * config.augment.repeats)  # two different images
+            keys |= {"global_batch_size": size, "duration": f"{STEPS} steps"}
             keys |= {"log_every": "1 steps", "eval_every": "0 steps", "save_every": "0 steps"}
             schedule = keys.setdefault("schedule", {})
             schedule |= {key: "1 steps" for key in ("warmup", "timescale", "cooldown") if key in schedule}
@@ -147,6 +156,13 @@ def check(recipes: dict[str, Recipe], found: dict[str, dict[str, Any]], *, out: 
             if getattr(getattr(recipes[name].stages, stage), "hold_out", None):
                 assert any("val_minival/loss" in row.metrics for row in read_metrics(folder / "metrics.jsonl")), name
 
+        swap_head = recipes[name].stages.swap_head
+        if swap_head and swap_head.head == "kept":
+            top = out / "runs" / name.replace("+", "-")
+            before, after = (load_model(top / stage / "model")[1] for stage in ("pretrain", "swap_head"))
+            assert all(torch.equal(before[key], after[key]) for key in ("head.weight", "head.bias"))
+            assert before["head.weight"].abs().max() > 0
+
 
 def test_one_recipe_of_each_combination_of_keys_takes_three_steps(shards: Path, tmp_path: Path):
     recipes = cases()
@@ -161,7 +177,7 @@ def test_every_other_recipe_takes_three_steps(shards: Path, tmp_path: Path):
     )
 
 
-@pytest.mark.parametrize("name", ["vit_l16_in21k", "r50x1_jft", "r50_l16_jft", "cifar10"])
+@pytest.mark.parametrize("name", ["vit_l16_in21k", "r50x1_jft", "r50_l16_jft", "cifar10", "deit3_b16_in1k"])
 def test_the_reduction_changes_sizes_lengths_and_shards_alone(name: str):
     recipe = load_recipe(name)
     before, after = flatten(recipe), flatten(reduced(recipe, name="small", shards=Path("shards")))

@@ -23,6 +23,9 @@ _FAMILIES = {  # folders, in the order of the page
     "augreg": "How to train your ViT? (AugReg, arXiv 2106.10270)",
     "plain": "Better plain ViT baselines for ImageNet-1k (arXiv 2205.01580)",
     "scaling": "Scaling Vision Transformers (arXiv 2106.04560)",
+    "deit": "DeiT (arXiv 2012.12877)",
+    "deit3": "DeiT III: Revenge of the ViT (arXiv 2204.07118)",
+    "timm": "timm: ResNet strikes back (arXiv 2110.00476)",
     "recipes": "Small runs, to see everything at work on a laptop",
 }
 

@@ -16,6 +16,8 @@ from shardvit.pipeline.recipe.vocabulary import (
 class SwapHeadStage(Strict):
     """Replace the pre-training head with a zero-initialised linear layer for the fine-tuning classes."""
 
+    head: Literal["new", "kept"] = "new"
+    """kept: go on with the linear head, for the same classes, as DeiT does at another resolution."""
     model: str | None = None
     """Start from this model folder (from `shardvit import`), not an earlier stage; also the default of `model`."""
 
@@ -63,6 +65,10 @@ class Stages(Strict):
             yield "swap_head needs a model: add pretrain or masked_patch, or name a model folder: swap_head.model"
         if swap and first and swap.model:
             yield f"swap_head.model and {first} both give the model to start from: leave one out"
+        if swap and swap.head == "kept" and self.masked_patch:
+            yield "swap_head.head is kept, but masked_patch has no head for classes: set head to new"
+        if swap and swap.head == "kept" and self.pretrain and self.pretrain.head != "linear":
+            yield f"swap_head.head is kept, but pretrain.head is {self.pretrain.head}: set pretrain.head to linear"
         if start == "swap_head" and not swap:
             yield "finetune.start is swap_head, but there is no swap_head stage: add one, or set start: scratch"
         if first and self.finetune and self.finetune.init_weights:

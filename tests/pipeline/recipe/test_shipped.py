@@ -55,6 +55,20 @@ TABLE_4 = {
 }
 
 
+# facebookresearch/deit, README_revenge.md: pixels (whole patches), epochs, rate, weight decay, stochastic depth; then
+# fine-tuning's epochs, batch, rate and stochastic depth.
+DEIT_3: dict[str, tuple[tuple[Any, ...], tuple[Any, ...] | None]] = {
+    "deit3_s16_in1k": ((224, 800, 4e-3, 0.05, 0.05), None),
+    "deit3_b16_in1k": ((192, 800, 3e-3, 0.05, 0.2), (20, 512, 1e-5, 0.2)),
+    "deit3_l16_in1k": ((192, 800, 3e-3, 0.05, 0.45), (20, 512, 1e-5, 0.45)),
+    "deit3_h14_in1k": ((154, 800, 3e-3, 0.05, 0.6), (20, 512, 1e-5, 0.55)),
+    "deit3_s16_in21k": ((224, 240, 1e-3, 0.02, 0.05), (50, 2048, 3e-4, 0.05)),
+    "deit3_b16_in21k": ((224, 240, 1e-3, 0.02, 0.1), (50, 2048, 3e-4, 0.15)),
+    "deit3_l16_in21k": ((224, 240, 1e-3, 0.02, 0.3), (50, 2048, 3e-4, 0.4)),
+    "deit3_h14_in21k": ((126, 90, 1e-3, 0.02, 0.5), (50, 2048, 3e-4, 0.45)),
+}
+
+
 def training(recipe: Recipe) -> list[TrainStage]:
     return [stage for name in recipe.stages.names if isinstance(stage := getattr(recipe.stages, name), TrainStage)]
 
@@ -171,6 +185,39 @@ def test_names_are_told_apart_by_the_last_part_of_their_path():
 
 
 MASKED: dict[str, Any] = {"duration": "1000000 steps", "global_batch_size": 4096, "data": "jft"}
+
+
+@pytest.mark.parametrize("name", DEIT_3)
+def test_deit_3_is_trained_as_its_commands_say(name: str):
+    pretrained, finetuned = DEIT_3[name]
+    recipe = load_recipe(name)
+    first, *rest = training(recipe)
+    size, epochs, lr, decay, depth = pretrained
+    assert (first.image_size, first.duration, first.global_batch_size) == (size, f"{epochs} epochs", 2048)
+    assert (first.optimizer.name, first.optimizer.lr, first.optimizer.weight_decay) == ("lamb", lr, decay)
+    assert (first.stochastic_depth, first.stochastic_depth_rule) == (depth, "uniform")
+    augment, on_21k = first.augment, "in21k" in name
+    assert (augment.auto_augment, augment.crop) == ("3a", "simple_random" if on_21k else "torchvision")
+    assert (augment.mixup_alpha, augment.cutmix_alpha, augment.repeats) == (0 if on_21k else 0.8, 1, 1 if on_21k else 3)
+    assert (first.loss, first.label_smoothing) == (("softmax", 0.1) if on_21k else ("bce", 0))
+    assert bool(rest) == (finetuned is not None)
+    for stage in rest:
+        assert finetuned and recipe.stages.swap_head
+        epochs, batch, lr, depth = finetuned
+        assert (stage.image_size, stage.duration, stage.global_batch_size) == (224, f"{epochs} epochs", batch)
+        assert (stage.optimizer.lr, stage.stochastic_depth, stage.eval_crop_share) == (lr, depth, 1)
+        assert recipe.stages.swap_head.head == ("new" if on_21k else "kept")
+
+
+def test_deit_is_trained_by_the_defaults_of_its_program():
+    for name in ("deit_s16_in1k", "deit_b16_in1k", "deit_b16_in1k_384"):
+        for stage in training(recipe := load_recipe(name)):
+            scaled = (5e-6 if stage.image_size == 384 else 5e-4) * stage.global_batch_size / 512
+            assert stage.optimizer.lr == pytest.approx(scaled) and stage.optimizer.clip_grad_norm == 0
+            assert (stage.label_smoothing, stage.stochastic_depth, stage.augment.repeats) == (0.1, 0.1, 3)
+            erasing = stage.augment.random_erasing
+            assert stage.augment.auto_augment == "rand-m9-mstd0.5-inc1" and erasing and erasing.probability == 0.25
+        assert (recipe.stages.finetune is None) == (name != "deit_b16_in1k_384")
 
 
 def test_masked_patch_prediction_is_appendix_b12():

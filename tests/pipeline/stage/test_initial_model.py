@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import yaml
+from pydantic import ValidationError
 
 from shardvit.data_shards.errors import UserError
 from shardvit.model.config import ModelConfig
@@ -13,7 +14,7 @@ from shardvit.model.saved.model_folder import CONFIG_FILE, RECORD_KEY, WEIGHTS_F
 from shardvit.model.vit import build_model
 from shardvit.pipeline.recipe.io import load_recipe
 from shardvit.pipeline.recipe.schema import Recipe
-from shardvit.pipeline.stage.initial_model import model_from_elsewhere
+from shardvit.pipeline.stage.initial_model import check_kept_head, model_from_elsewhere
 from tests.small_recipe import small_recipe, small_stage
 
 SMALL = {"width": 16, "depth": 2, "heads": 2, "patch_size": 4}
@@ -48,6 +49,20 @@ def test_another_trunk_is_refused_and_the_message_says_what_to_set(folder: Path)
         model_from_elsewhere(recipe(SMALL, str(folder)))
     with pytest.raises(UserError, match="another model"):
         model_from_elsewhere(recipe({"variant": "Ti/16"}, str(folder)))
+
+
+def test_a_kept_head_is_linear_and_of_the_same_classes_in_the_same_order():
+    tree = small_recipe(pretrain_=small_stage(head="linear"), swap_head_={"head": "kept"}, finetune_=small_stage())
+    kept = Recipe.model_validate(tree)
+    check_kept_head(kept, before=("a", "b"), classes=("a", "b"))
+    check_kept_head(
+        Recipe.model_validate({**tree, "stages": {**tree["stages"], "swap_head": {}}}), before=(), classes="a"
+    )
+    for classes, head in ((("b", "a"), "linear"), (("a", "b"), "mlp")):
+        with pytest.raises(UserError, match=r"stages\.swap_head\.head is kept, but .* set head to new"):
+            check_kept_head(kept, before=("a", "b"), classes=classes, head=head)
+    with pytest.raises(ValidationError, match=r"pretrain\.head is mlp: set pretrain\.head to linear"):
+        Recipe.model_validate({**tree, "stages": {**tree["stages"], "pretrain": small_stage()}})
 
 
 def test_a_folder_without_a_model_is_refused(tmp_path: Path):
