@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from shardvit.pipeline.own_code.by_path import OwnCode
 from shardvit.pipeline.recipe.duration import DurationText, Strict, parse_duration
@@ -62,6 +62,12 @@ class OptimizerConfig(Strict):
         if isinstance(given, dict) and given.get("custom") and name is None:
             return {**given, "name": "custom"}
         return {**OPTIMIZERS[name].defaults, **given} if isinstance(name, str) and name in OPTIMIZERS else given
+
+    @model_serializer(mode="wrap")
+    def _against_own_defaults(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Write what differs from the optimizer's own defaults, such as lamb with eps 1e-8, even if defaults are not."""
+        own = OPTIMIZERS[self.name].defaults.items()
+        return handler(self) | {key: getattr(self, key) for key, value in own if getattr(self, key) != value}
 
     def problems(self) -> Iterator[str]:
         others = {key for each in OPTIMIZERS.values() for key in each.keys} - {*OPTIMIZERS[self.name].keys}

@@ -39,7 +39,7 @@ from shardvit.pipeline.stage.pixels import model_input, targets
 from shardvit.pipeline.stage.stage_data import Stage, open_data
 from tests.oracles.conftest import Measured
 
-STEPS, CLASSES, BELOW = 100, 3, 1e-5
+STEPS, BELOW = 100, 1e-5
 _CPU = torch.device("cpu")
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -50,6 +50,7 @@ class Case:
 
     name: str
     timms: str  # name of the model
+    classes: int  # so many digits: of ten, 100 steps learn the mixed shares only for a binary cross-entropy
     loss: nn.Module
     model: Mapping[str, Any]  # keys of the recipe's model besides sizes
     stage: Mapping[str, Any]  # keys of the stage
@@ -61,6 +62,7 @@ _MIXED = {"mixup_alpha": 0.8, "cutmix_alpha": 1.0, "crop_area": [0.6, 1.0], "rep
 DEIT = Case(
     "DeiT",
     "deit_small_patch16_224",
+    classes=3,
     loss=SoftTargetCrossEntropy(),
     model={},
     stage={
@@ -75,6 +77,7 @@ DEIT = Case(
 DEIT_3 = Case(
     "DeiT III",
     "deit3_small_patch16_224",
+    classes=10,
     loss=BinaryCrossEntropy(smoothing=0.0, target_threshold=0.0),
     model={"layer_scale": 1e-4, "class_token_position": "none"},
     stage={
@@ -116,12 +119,12 @@ def recipe_of(case: Case, shards: Path, *, sizes: Mapping[str, Any], image_size:
         "engine": {
             "precision": "fp32",
             "max_micro_batch_size": batch // 4,
-            "zero_stage": 0 if case is DEIT_3 else 1,
+            "zero_stage": 0 if case.stage["optimizer"]["name"] == "lamb" else 1,
         },
         "stages": {
             "pretrain": {
-                "train": str(shards / "train"),
-                "eval": str(shards / "val"),
+                "train": str(shards / str(case.classes) / "train"),
+                "eval": str(shards / str(case.classes) / "val"),
                 "head": "linear",
                 "init": "timm",
                 "image_size": image_size,
@@ -147,7 +150,7 @@ def our_losses(recipe: Recipe, *, folder: Path, run: Run) -> np.ndarray:
     return np.array(losses)
 
 
-def batches_of(recipe: Recipe) -> Iterator[tuple[Tensor, Tensor]]:
+def batches_of(recipe: Recipe, *, classes: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Global batches as one process reads them: images [n, 3, S, S] and shares of the classes [n, C], both mixed."""
     data = open_data(recipe, stage="pretrain", report=lambda line: None)
     recipe = recipe.model_copy(update={"engine": recipe.engine.model_copy(update={"max_micro_batch_size": 2**10})})
@@ -155,7 +158,7 @@ def batches_of(recipe: Recipe) -> Iterator[tuple[Tensor, Tensor]]:
     stream = train_stream(Stage(recipe, "pretrain", data, plan, run=RunFolder(Path(), name="r")), place=Place())
     for number in range(STEPS):
         images = model_input(stream[number], device=_CPU, dtype=torch.float32)
-        shares = targets(stream[number], device=_CPU, num_classes=CLASSES, label_kind="single")
+        shares = targets(stream[number], device=_CPU, num_classes=classes, label_kind="single")
         assert shares.is_floating_point()
         yield images[: plan.global_batch_images], shares[: plan.global_batch_images]
 
@@ -165,7 +168,7 @@ def timms_losses(
 ) -> np.ndarray:
     """The losses of timm's step; `prepare` changes the model before its optimizer is made."""
     stage, sizes = recipe.train_stage("pretrain"), recipe.model.sizes
-    ours = build_model(recipe.model, image_size=stage.image_size, num_classes=CLASSES, head="linear")
+    ours = build_model(recipe.model, image_size=stage.image_size, num_classes=case.classes, head="linear")
     initialise(ours, seed=recipe.seed, style="timm")
     model = timm.create_model(
         case.timms,
@@ -174,7 +177,7 @@ def timms_losses(
         embed_dim=sizes.width,
         depth=sizes.depth,
         num_heads=sizes.heads,
-        num_classes=CLASSES,
+        num_classes=case.classes,
     )
     model.load_state_dict(ours.state_dict(), strict=True)
     prepare(model)
@@ -182,10 +185,10 @@ def timms_losses(
     data = open_data(recipe, stage="pretrain", report=lambda line: None)
     schedule = plan_stage(recipe, stage="pretrain", samples_per_epoch=data.train.num_samples, world_size=1).schedule
     losses = []
-    for step, (images, shares) in enumerate(batches_of(recipe)):
+    for step, (images, shares) in enumerate(batches_of(recipe, classes=case.classes)):
         for group in optimizer.param_groups:
             group["lr"] = schedule(step)
-        smoothed = shares * (1 - stage.label_smoothing) + stage.label_smoothing / CLASSES
+        smoothed = shares * (1 - stage.label_smoothing) + stage.label_smoothing / case.classes
         loss = case.loss(model(images), smoothed)
         optimizer.zero_grad()
         loss.backward()
@@ -199,7 +202,9 @@ def timms_losses(
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("timm")
-    pack("digits", folder / "digits", classes=("0", "1", "2"), holdout=0.1, report=lambda text: None)
+    for count in (3, 10):
+        classes = tuple(map(str, range(count)))
+        pack("digits", folder / str(count), classes=classes, holdout=0.1, report=lambda text: None)
     return folder
 
 
@@ -214,20 +219,20 @@ def compare(measured: Measured, case: Case, ours: np.ndarray, theirs: np.ndarray
 
 def test_deit(digits: Path, run_preloaded: Run, measured: Measured) -> None:
     """Erf GELU, class token with a position, softmax of smoothed mixed targets, clipping, AdamW on matrices."""
-    recipe = TINY(DEIT, digits / "digits")
+    recipe = TINY(DEIT, digits)
     ours, theirs = our_losses(recipe, folder=digits, run=run_preloaded), timms_losses(DEIT, recipe)
     compare(measured, DEIT, ours, theirs, size="tiny", oracle="timm")
 
 
 def test_deit_3(digits: Path, run_preloaded: Run, measured: Measured) -> None:
     """LayerScale, no position of the class token, binary cross-entropy of mixed classes, LAMB with its clipping."""
-    recipe = TINY(DEIT_3, digits / "digits")
+    recipe = TINY(DEIT_3, digits)
     ours = our_losses(recipe, folder=digits, run=run_preloaded)
     theirs, plain = timms_losses(DEIT_3, recipe, prepare=set_apart), timms_losses(DEIT_3, recipe)
     compare(measured, DEIT_3, ours, theirs, size="tiny", oracle="timm, q, k and v apart")
     semantic, what = f"{STEPS} steps: DeiT III, tiny", "losses of all steps"
-    measured(semantic, "timm, q, k and v as one", what, ours / plain, np.ones(STEPS), below=0.1)
-    assert np.abs(ours / plain - 1).max() > 10 * BELOW, "the two laws are one, and the row says nothing"
+    measured(semantic, "timm, q, k and v as one", what, ours / plain, np.ones(STEPS), below=1e-3)
+    assert np.abs(ours / plain - 1).max() > 5 * np.abs(ours / theirs - 1).max(), "rounding hides the difference"
 
 
 # Widths and depth of the real model; 49 tokens.
@@ -237,7 +242,7 @@ SMALL = partial(recipe_of, sizes={"width": 384, "depth": 12, "heads": 6, "patch_
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [DEIT, DEIT_3], ids=lambda case: case.name)
 def test_of_size_s(case: Case, digits: Path, run_preloaded: Run, measured: Measured) -> None:
-    recipe = SMALL(case, digits / "digits")
+    recipe = SMALL(case, digits)
     ours = our_losses(recipe, folder=digits, run=run_preloaded)
     theirs = timms_losses(case, recipe, prepare=set_apart if case is DEIT_3 else lambda model: None)
     compare(measured, case, ours, theirs, size="S/16", oracle="timm")

@@ -92,7 +92,7 @@ def test_the_first_page_has_the_command_and_the_plans_number():
     assert "85.15" in head.entry("result") and "85.15" in page
 
 
-@pytest.mark.parametrize("name", ["vit_h14_in21k", "digits_scratch", "augreg_b16_in21k"])
+@pytest.mark.parametrize("name", ["vit_h14_in21k", "digits_scratch", "augreg_b16_in21k", "deit3_b16_in1k"])
 def test_one_is_printed_with_its_header_and_is_a_recipe(call: Call, tmp_path: Path, name: str):
     code, output, error = call("recipes", name, "seed=7")
     assert (code, error) == (0, "")
