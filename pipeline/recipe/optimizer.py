@@ -65,7 +65,7 @@ class OptimizerConfig(Strict):
 
     @model_serializer(mode="wrap")
     def _against_own_defaults(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Write what differs from the optimizer's own defaults, such as lamb with eps 1e-8, even if defaults are not."""
+        """Also without defaults, write what differs from the optimizer's own: lamb with eps 1e-8."""
         own = OPTIMIZERS[self.name].defaults.items()
         return handler(self) | {key: getattr(self, key) for key, value in own if getattr(self, key) != value}
 
