@@ -140,7 +140,8 @@ def _collective(name: str, args: Sequence[Any]) -> Collective:
 def _wait(name: str, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> str | None:
     if name in _READS:
         return "a scalar is read"
-    by_value = name in _SHAPES_BY_VALUE or (name == "repeat_interleave" and isinstance(args[0], Tensor))
+    repeats = name == "repeat_interleave" and isinstance(args[0], Tensor) and kwargs.get("output_size") is None
+    by_value = name in _SHAPES_BY_VALUE or repeats
     if by_value or (name in _INDEXED and any(_is_mask(each) for each in args[1] or ())):
         return "a shape depends on values"
     if name in ("_to_copy", "copy_"):

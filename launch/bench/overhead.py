@@ -93,6 +93,13 @@ def _rows(ranks: int) -> Iterator[Bounded]:
     yield Bounded(Case(0, "bf16", optimizer={"first_moment": "bf16"}), _ON_DEVICE)
     for name in ("adafactor", "muon", "lamb"):
         yield Bounded(Case(0, "bf16", optimizer={"name": name}, label=name), _ON_DEVICE)
+    for name, joined in (("muon", 4.0), ("lamb", 0.0)):  # bytes that a process sends of its pieces
+        most: dict[Quantity, float] = {
+            **_ON_DEVICE,
+            "operations": 220,
+            "bytes sent a parameter": 0 if alone else 4.04 + joined / ranks,
+        }
+        yield Bounded(Case(1, "bf16", optimizer={"name": name}, label=name), most)
     yield Bounded(Case(1, "bf16", optimizer={"layer_decay": 0.75}), {**_FAST, "operations": 60} if alone else _FAST)
     yield Bounded(_REGULARISED, {**_QUIET, "in forward": _PER_BLOCK, "in backward": _PER_BLOCK + (0 if alone else 150)})
     if ranks < 4:

@@ -179,12 +179,13 @@ def forecast_stage(
         )
         costs = dict(zip(costs, later, strict=True))
     own: ZeroStage = engine.zero_stage if engine.backend == "deepspeed" else 0
-    shards_state = engine.backend == "deepspeed" and OPTIMIZERS[config.optimizer.name].takes == "pieces"
+    takes = OPTIMIZERS[config.optimizer.name].takes if engine.backend == "deepspeed" else "parameters"
     images: dict[Activations, int] = {
         kind: max(each.image_bytes(kind) for each in costs.values()) for kind in _ACTIVATIONS
     }
     part = _Part(recipe, config, plan, cost, machine, _speed(recipe, cost=cost, machine=machine, given=given))
-    stages = ZERO_STAGES if shards_state else (own,)
+    ours: tuple[ZeroStage, ...] = (0, 1, 2) if engine.precision != "fp16" and engine.offload == "none" else (own,)
+    stages: tuple[ZeroStage, ...] = {"pieces": ZERO_STAGES, "split": ours, "parameters": (own,)}[takes]
     weights = teacher.num_bytes if teacher else 0
     memory: dict[ZeroStage, MemoryRow] = {each: part.row(each, images=images, teacher_bytes=weights) for each in stages}
     phases = part.phases(memory[own], zero_stage=own, costs=costs)

@@ -21,10 +21,10 @@ N parameters, n processes, w bytes per weight in the forward pass (2, or 4 in fp
 (*) with accumulation. 2b: a bucket's gradients and their flat copy (`sharded_step`); once another is on its way, the
 activations of some blocks are gone. At once: averaged after the backward pass (`engine.overlap: off`, or one process)
 from one flat copy. DeepSpeed: fp16 and offload, with two alternating buckets (one with `engine.overlap: off`) and the
-message. 12N: float32 masters (4) and AdamW's two moments (8); other optimizers: `recipe.vocabulary`. `ema` counts as
-one more moment. `engine.offload` moves the share of 12N and a step's float32 gradients to host memory, with parameters
-also wN/n; this is from DeepSpeed's source only, as a CPU test cannot tell host from device memory. A single ZeRO 0
-process has no DDP to keep its gradients.
+message. 12N: float32 masters (4) and AdamW's two moments (8); other optimizers: `recipe.vocabulary`, and Muon joins its
+matrices in 4N/n more of a step of ZeRO 1 and 2. `ema` counts as one more moment. `engine.offload` moves the share of
+12N and a step's float32 gradients to host memory, with parameters also wN/n; this is from DeepSpeed's source only, as a
+CPU test cannot tell host from device memory. A single ZeRO 0 process has no DDP to keep its gradients.
 
 A background save copies to host memory: each process its share of masters, moments and averages; rank 0 also the
 forward pass's weights under ZeRO 1 and 2, and everything under ZeRO 0 and accelerate. The copy overlaps with the next
@@ -41,7 +41,7 @@ from shardvit.pipeline.recipe.optimizer import OptimizerConfig
 from shardvit.pipeline.recipe.schema import EngineConfig
 from shardvit.pipeline.recipe.stage_plan import StagePlan
 from shardvit.pipeline.recipe.stages.train_stage import EmaConfig
-from shardvit.pipeline.recipe.vocabulary import AVERAGE_BYTES, MASTER_BYTES, WEIGHT_BYTES
+from shardvit.pipeline.recipe.vocabulary import AVERAGE_BYTES, MASTER_BYTES, OPTIMIZERS, WEIGHT_BYTES
 
 ZeroStage = Literal[0, 1, 2, 3]
 ZERO_STAGES: tuple[ZeroStage, ...] = (0, 1, 2, 3)
@@ -135,7 +135,7 @@ def state_of(
     elif takes_flat_step(engine):
         summed = MASTER_BYTES * share if accumulates and zero_stage == 2 else 0
         left = whole if accumulates and zero_stage == 1 else summed  # by earlier micro-batches
-        step = summed or step - sharded
+        step = (summed or step - sharded) + OPTIMIZERS[optimizer.name].joined_bytes * share
         if not overlaps(engine, world_size=plan.world_size):
             return State(whole, masters_and_moments, whole + summed, left, step=max(2 * whole + summed, step))
         gradients = left + sharded

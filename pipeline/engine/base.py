@@ -96,7 +96,8 @@ class Engine(ABC):
         self.hold = Hold()
         self.optimizer: Any = optimizer
         self._masters, self._slots, self._frozen = masters, slots, frozen
-        self._takes: Literal["pieces", "parameters"] = OPTIMIZERS[stage.optimizer.name].takes
+        whole = OPTIMIZERS[stage.optimizer.name].takes == "parameters"
+        self._takes: Literal["pieces", "parameters"] = "parameters" if whole else "pieces"
         self._accumulation_steps = plan.accumulation_steps
         self._micro_step = 0  # micro-batches since the last step
         self._ranks = ranks

@@ -40,7 +40,16 @@ def cut_buckets(
     groups: Sequence[Mapping[str, Any]], *, turns: Mapping[str, int], most_elements: float
 ) -> list[list[tuple[str, nn.Parameter]]]:
     """Cut the members of `parameter_groups` into buckets of at most `most_elements` (`math.inf`: one bucket) or one
-    turn. Within a bucket they keep the groups' order, so that parameters of one rule stay neighbours."""
+    turn. Within a bucket they keep the groups' order, so that parameters of one rule stay neighbours. Muon's matrices,
+    which have another moment than AdamW's parameters, get buckets of their own."""
+    kinds = ([group for group in groups if group.get("orthogonal", False) is kind] for kind in (False, True))
+    buckets = [bucket for kind in kinds for bucket in _cut(kind, turns=turns, most_elements=most_elements)]
+    return sorted(buckets, key=lambda bucket: min(turns[name] for name, _ in bucket))
+
+
+def _cut(
+    groups: Sequence[Mapping[str, Any]], *, turns: Mapping[str, int], most_elements: float
+) -> list[list[tuple[str, nn.Parameter]]]:
     members = [member for group in groups for member in group["params"]]
     sizes = Counter[int]()
     for name, parameter in members:

@@ -34,7 +34,7 @@ from shardvit.pipeline.engine.saved_state.portable import DEEPSPEED_FOLDER, Port
 from shardvit.pipeline.engine.saved_state.state_files import StateFile, state_file
 from shardvit.pipeline.engine.sharded_step import ShardedStep
 from shardvit.pipeline.engine.zero_config import bucket_elements, deepspeed_config, overlaps, takes_flat_step
-from shardvit.pipeline.optimizers.flat import FlatOptimizer, GradientJudge
+from shardvit.pipeline.optimizers.flat import FlatOptimizer, FlatPiece, GradientJudge
 from shardvit.pipeline.optimizers.optim import build_optimizer
 from shardvit.pipeline.optimizers.parameter_groups import parameter_groups
 from shardvit.pipeline.ranks.group import Ranks
@@ -100,7 +100,12 @@ class DeepSpeedEngine(Engine):
         self._sharded: ShardedStep | None = None
         if flat:
             number_of = {id(master): number for number, master in enumerate(masters)}
-            flat.place({name: (number_of[id(each.master)], each.start, each.count) for name, each in slots.items()})
+            flat.place(
+                {
+                    name: FlatPiece(number_of[id(each.master)], each.start, each.count, each.first)
+                    for name, each in slots.items()
+                }
+            )
             self._sharded = ShardedStep(
                 engine.optimizer,
                 flat,
@@ -252,7 +257,8 @@ class DeepSpeedEngine(Engine):
 def _flat_optimizer(
     model: nn.Module, *, config: EngineConfig, stage: TrainStage, judge: GradientJudge, plan: StagePlan
 ) -> FlatOptimizer:
-    """Build the optimizer of which DeepSpeed shards a flat tensor a bucket: one in all where nothing overlaps."""
+    """Build the optimizer of which DeepSpeed shards a flat tensor a bucket: one in all where nothing overlaps, or two
+    under Muon."""
     groups, n = parameter_groups(model, stage.optimizer), plan.world_size
     most = bucket_elements(config, world_size=n) if overlaps(config, world_size=n) else math.inf
     buckets = cut_buckets(groups, turns=turns_of(model), most_elements=most)

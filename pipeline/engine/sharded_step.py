@@ -9,7 +9,7 @@ float32 pieces, one more for each further micro-batch. A bucket waits until the 
 take three buckets and a piece. All processes send in one fixed order, whatever the order of their gradients.
 
 Replaces `reduce_gradients`, `step` and `zero_grad` of DeepSpeed 0.19's ZeRO optimizer, which stays in charge of the
-pieces and of saving. In a single process there is one bucket and nothing is sent.
+pieces and of saving. In a single process nothing is sent.
 """
 
 from collections import deque
@@ -134,11 +134,14 @@ class ShardedStep:
         )
         for each in bucket:
             each.grad = None
-        if self._ranks == 1:
+        if len(flat) == self._ends[-1]:  # a single process's only bucket
             self._gradient = flat
             return
         gradient = flat.new_empty(self._ends[-1]) if self._gradient is None else self._gradient
         mine, self._gradient = gradient[self._ends[number] : self._ends[number + 1]], gradient
+        if self._ranks == 1:
+            mine.copy_(flat)
+            return
         self._wait_for_sent()
         self._reducing = distributed.reduce_scatter_tensor(mine, flat, async_op=True)
 

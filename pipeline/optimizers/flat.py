@@ -3,9 +3,11 @@
 ZeRO 1 and 2 give each process a piece of each bucket's flattened parameters. `GradientJudge` finds the norm over all
 ranks, whether it is finite, and the ranks' flags, in one message a step (none in a single process). Segments of equal
 learning rate factor and weight decay become one group of the recipe's optimizer, which takes the clipping factor and
-the verdict as tensors, so the host never waits. Does not import DeepSpeed.
+the verdict as tensors, so the host never waits. LAMB's and Muon's tensors are segments of their own (`split`). Does
+not import DeepSpeed.
 """
 
+import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -14,6 +16,7 @@ import torch
 from torch import Tensor, distributed
 
 from shardvit.pipeline.optimizers.optim import optimizer_over
+from shardvit.pipeline.optimizers.split import SplitTensors
 from shardvit.pipeline.recipe.optimizer import OptimizerConfig
 from shardvit.pipeline.recipe.vocabulary import OPTIMIZERS
 
@@ -31,6 +34,7 @@ class GradientVerdict(NamedTuple):
 class _Rule(NamedTuple):
     lr_scale: float
     weight_decay: float
+    splits: bool  # the law needs whole tensors
 
 
 class _Segment(NamedTuple):
@@ -40,9 +44,19 @@ class _Segment(NamedTuple):
     start: int
     stop: int
     rule: _Rule
+    tensor: int = -1  # under a rule that splits: the number of the tensor of which it is a piece
 
     def of(self, flat: Tensor) -> Tensor:
         return flat[self.start : self.stop]
+
+
+class FlatPiece(NamedTuple):
+    """Elements `first` to `first + size` of a flattened parameter, at `start` in the flat tensor of a bucket."""
+
+    bucket: int
+    start: int
+    size: int
+    first: int = 0
 
 
 class FlatOptimizer(torch.optim.Optimizer):
@@ -57,27 +71,41 @@ class FlatOptimizer(torch.optim.Optimizer):
         buckets: Iterable[Sequence[tuple[str, Tensor]]],
         judge: Callable[[Tensor], GradientVerdict],
     ) -> None:
-        assert OPTIMIZERS[config.name].takes == "pieces", f"{config.name} takes whole parameters"
-        self._rules = {
-            name: _Rule(group["lr_scale"], group["weight_decay"]) for group in groups for name, _ in group["params"]
-        }
+        assert OPTIMIZERS[config.name].takes != "parameters", f"{config.name} takes whole parameters"
+        self._rules = dict[str, _Rule]()
+        self._tensors, self._shapes = dict[str, range](), list[tuple[int, ...]]()  # by name the numbers, and by number
+        for group in groups:
+            splits = group.get("orthogonal") or group.get("adapts", False)
+            for number, (name, each) in enumerate(group["params"]):
+                self._rules[name] = _Rule(group["lr_scale"], group["weight_decay"], splits)
+                if splits:
+                    parts = group["parts"][number] if "parts" in group else 1
+                    self._tensors[name] = range(len(self._shapes), len(self._shapes) + parts)
+                    self._shapes += [(each.shape[0] // parts, each[0].numel())] * parts
         flats = [{"params": [*bucket], "lr_scale": 1.0, "fused": True} for bucket in buckets]
+        self._buckets = [[(name, each.numel()) for name, each in flat["params"]] for flat in flats]
         super().__init__(flats, {"lr": config.lr})
         self._config, self._judge = config, judge
         self._segments: list[_Segment] = []
         self._inner: torch.optim.Optimizer | None = None
         self._bound: list[Tensor] = []  # flat tensors whose pieces `_inner` steps
 
-    def place(self, pieces: Mapping[str, tuple[int, int, int]]) -> None:
-        """Set each parameter's (bucket, start, count); uncovered elements stay fixed. Padding between two neighbours of
-        one rule moves with them."""
+    def place(self, pieces: Mapping[str, FlatPiece]) -> None:
+        """Set each parameter's piece; uncovered elements stay fixed. Padding between two neighbours of one rule moves
+        with them."""
         self._segments, self._bound = [], []
-        for name, (bucket, start, count) in sorted(pieces.items(), key=lambda piece: piece[1]):
-            last, rule = self._segments[-1] if self._segments else None, self._rules[name]
+        for name, (bucket, start, count, first) in sorted(pieces.items(), key=lambda piece: piece[1]):
+            last, rule, stop = self._segments[-1] if self._segments else None, self._rules[name], start + count
+            for number in self._tensors.get(name, ()):
+                size = math.prod(self._shapes[number])
+                begin = start - first + size * (number - self._tensors[name].start)
+                if (one := max(start, begin)) < (end := min(stop, begin + size)):
+                    self._segments.append(_Segment(bucket, one, end, rule, number))
+            if rule.splits:
+                continue
             if last and (last.bucket, last.rule) == (bucket, rule):
                 start = self._segments.pop().start
-                count = pieces[name][1] + count - start
-            self._segments.append(_Segment(bucket, start, start + count, rule))
+            self._segments.append(_Segment(bucket, start, stop, rule))
 
     @torch.no_grad()
     def step_by(self, gradient: Tensor) -> None:
@@ -102,8 +130,8 @@ class FlatOptimizer(torch.optim.Optimizer):
         flat = [*masters, *(each for state in states for each in state.values())]
         if len(flat) == len(self._bound) and all(map(operator.is_, flat, self._bound)):
             return self._inner
-        for master, state in zip(masters, states, strict=True):
-            self._complete(state, master)
+        for master, state, bucket in zip(masters, states, self._buckets, strict=True):
+            self._complete(state, master, bucket)
         by_rule = dict[_Rule, list[_Segment]]()
         for segment in self._segments:
             by_rule.setdefault(segment.rule, []).append(segment)
@@ -111,12 +139,15 @@ class FlatOptimizer(torch.optim.Optimizer):
             {
                 "params": [each.of(masters[each.bucket].detach()) for each in segments],
                 "segments": segments,
+                "tensors": [each.tensor for each in segments],
                 **rule._asdict(),
             }
             for rule, segments in by_rule.items()
         ]
-        rates = "few" if self._config.layer_decay == 1.0 else "many"
-        inner: Any = optimizer_over(groups, self._config, rates=rates) if groups else None
+        rates, split = "few" if self._config.layer_decay == 1.0 else "many", self._split(masters)
+        if split and not groups:  # it has nothing, but may orthogonalise others' matrices
+            groups = [{"params": [], "segments": [], "lr_scale": 1.0}]
+        inner: Any = optimizer_over(groups, self._config, rates=rates, split=split) if groups else None
         counting = {segment.bucket: segment for segment in reversed(self._segments)}  # each bucket's first segment
         for group in groups:
             for segment, piece in zip(group["segments"], group["params"], strict=True):
@@ -128,9 +159,34 @@ class FlatOptimizer(torch.optim.Optimizer):
         self._inner, self._bound = inner, [*masters, *(each for state in states for each in state.values())]
         return inner
 
-    def _complete(self, state: dict[str, Tensor], master: Tensor) -> None:
-        """Create missing moments as zeros; undo `load_state_dict`'s casts to float32."""
+    def _split(self, masters: Sequence[Tensor]) -> SplitTensors | None:
+        """Say which elements of split tensors each process has: its equal piece of each bucket."""
+        if OPTIMIZERS[self._config.name].takes == "pieces":
+            return None
+        several = distributed.is_initialized()
+        ranks, rank = (distributed.get_world_size(), distributed.get_rank()) if several else (1, 0)
+        shares = tuple(dict[int, int]() for _ in range(ranks))
+        for master, bucket in zip(masters, self._buckets, strict=True):
+            begin, piece = 0, master.numel()
+            for name, count in bucket:
+                for at, number in enumerate(self._tensors.get(name, ())):
+                    size = math.prod(self._shapes[number])
+                    first, stop = begin + at * size, begin + (at + 1) * size
+                    for each in range(first // piece, -(-stop // piece)):
+                        shares[each][number] = min(stop, (each + 1) * piece) - max(first, each * piece)
+                begin += count
+        own = {each.tensor: each.stop - each.start for each in self._segments if each.tensor >= 0}
+        assert shares[rank] == own, "DeepSpeed cuts buckets otherwise"
+        return SplitTensors(tuple(self._shapes), shares, rank)
+
+    def _complete(self, state: dict[str, Tensor], master: Tensor, bucket: Sequence[tuple[str, int]]) -> None:
+        """Create missing moments as zeros; undo `load_state_dict`'s casts to float32. Muon's buckets have its momentum
+        or AdamW's moments."""
         config, known = self._config, OPTIMIZERS[self._config.name]
+        if config.name == "muon" and not self._rules[bucket[0][0]].splits:
+            known = OPTIMIZERS["adamw"]
+        for name in {*state} - {*known.moments, "step"}:
+            del state[name]
         for name in known.moments:
             rounded = name == known.rounded and config.first_moment == "bf16"
             dtype = torch.bfloat16 if rounded else torch.float32
@@ -138,7 +194,7 @@ class FlatOptimizer(torch.optim.Optimizer):
                 state[name] = state[name].to(dtype)
             elif config.name != "sgd" or config.momentum or rounded:  # torch's SGD has none without momentum
                 state[name] = torch.zeros_like(master, dtype=dtype, requires_grad=False)
-        if config.name == "adamw" and "step" not in state:
+        if known.counts and "step" not in state:
             state["step"] = torch.zeros((), device=master.device)
 
 

@@ -33,11 +33,26 @@ class Muon(PieceAdamW):
         if chunk.shape is None:
             super().descend(chunk, change, terms)
             return
+        matrices = self.ahead(chunk, terms).view(-1, *chunk.shape)
+        change.view_as(matrices).sub_(orthogonalised(matrices), alpha=scale_of(chunk.shape))
+
+    def ahead(self, chunk: Chunk, terms: StepTerms) -> Tensor:
+        """Move the momentum, and join it a step ahead (Nesterov)."""
         gradient, momentum = chunk.gradient(terms), self.defaults["momentum"]
         moved = torch.cat(chunk.state(_BUFFER)).lerp_(gradient, terms.applied * (1 - momentum))
         torch._foreach_copy_(chunk.state(_BUFFER), chunk.cut(moved))
-        matrices = gradient.lerp_(moved, momentum).view(-1, *chunk.shape)
-        change.view_as(matrices).sub_(orthogonalised(matrices), alpha=_RMS * max(chunk.shape) ** 0.5)
+        return gradient.lerp_(moved, momentum)
+
+
+def scale_of(shape: tuple[int, ...]) -> float:
+    """What an orthogonal update of a matrix is multiplied by, to be as large as AdamW's."""
+    return _RMS * max(shape) ** 0.5
+
+
+def orthogonalising_flops(shape: tuple[int, ...]) -> float:
+    """Of one matrix: in each iteration two products with the larger dimension, and one of squares."""
+    smaller, larger = sorted(shape)
+    return _ITERATIONS * (4.0 * smaller**2 * larger + 2.0 * smaller**3)
 
 
 def orthogonalised(matrices: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from shardvit.pipeline.optimizers.adam import Lamb, PieceAdamW
 from shardvit.pipeline.optimizers.muon import Muon
 from shardvit.pipeline.optimizers.parameter_groups import parameter_groups
 from shardvit.pipeline.optimizers.sgd import Sgd
+from shardvit.pipeline.optimizers.split import SplitLamb, SplitMuon, SplitTensors
 from shardvit.pipeline.own_code.by_path import load_own, shown
 from shardvit.pipeline.recipe.optimizer import OptimizerConfig
 
@@ -25,9 +26,14 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Op
 
 
 def optimizer_over(
-    groups: list[dict[str, Any]], config: OptimizerConfig, *, rates: Literal["few", "many"] = "few"
+    groups: list[dict[str, Any]],
+    config: OptimizerConfig,
+    *,
+    rates: Literal["few", "many"] = "few",
+    split: SplitTensors | None = None,
 ) -> torch.optim.Optimizer:
-    """Build the optimizer over groups from `parameter_groups`; `many` rates: operations do not grow with the groups."""
+    """Build the optimizer over groups from `parameter_groups`; `many` rates: operations do not grow with the groups.
+    `split`: those of which the groups have pieces, for LAMB and Muon."""
     lr, betas, eps, momentum = config.lr, config.betas, config.eps, config.momentum
     moment_type = torch.bfloat16 if config.first_moment == "bf16" else torch.float32
     match config.name:
@@ -39,6 +45,10 @@ def optimizer_over(
             return Sgd(groups, lr=lr, momentum=momentum, moment_type=moment_type)
         case "adafactor":
             return BigVisionAdafactor(groups, lr=lr, momentum=momentum, moment_type=moment_type)
+        case "lamb" if split:
+            return SplitLamb(groups, split=split, lr=lr, betas=betas, eps=eps)
+        case "muon" if split:
+            return SplitMuon(groups, split=split, lr=lr, momentum=momentum, betas=betas, eps=eps)
         case "lamb":
             return Lamb(groups, lr=lr, betas=betas, eps=eps)
         case "muon":

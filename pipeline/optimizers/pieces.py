@@ -9,7 +9,7 @@ torch's fused optimizers: the host reads nothing, and a skipped step changes not
 import functools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -36,6 +36,7 @@ class Chunk:
     weights: tuple[Tensor, ...]
     gradients: tuple[Tensor, ...]
     states: tuple[dict[str, Tensor], ...]
+    tensors: tuple[int, ...]  # numbers of tensors of whose pieces ranks hold some each (`SplitTensors`); else -1
     rates: tuple[float, ...]
     decays: tuple[float, ...]
 
@@ -53,6 +54,19 @@ class Chunk:
         """View the pieces in a joined tensor."""
         return list(flat.split([each.numel() for each in self.weights]))
 
+    def decay(self) -> Tensor:
+        """Join the weights, times minus their decay."""
+        change = torch.cat(self.weights)
+        torch._foreach_mul_(self.cut(change), [-each for each in self.decays])
+        return change
+
+    def move(self, change: Tensor, terms: StepTerms) -> None:
+        """Add a change at a learning rate of 1, which it overwrites."""
+        pieces = self.cut(change)
+        torch._foreach_mul_(pieces, self.rates)
+        change.mul_(terms.applied)
+        torch._foreach_add_(self.weights, pieces)
+
 
 class PieceOptimizer(torch.optim.Optimizer, ABC):
     """Keeps the state `moment` in `moment_type`."""
@@ -67,22 +81,22 @@ class PieceOptimizer(torch.optim.Optimizer, ABC):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         chunks = list(self._chunks())
-        if not chunks:
-            return
         if (skip := getattr(self, "found_inf", None)) is None:
+            if not chunks:
+                return
             skip = torch.zeros((), device=chunks[0].weights[0].device)
         terms = StepTerms(skip, skipped=skip > 0, applied=1 - skip, divisor=getattr(self, "grad_scale", None))
         states = [state for chunk in chunks for state in chunk.states if "step" in state]
         if counts := {id(each["step"]): each["step"] for each in states}:  # a parameter that was cut has one
             torch._foreach_add_([*counts.values()], terms.applied, alpha=1)  # without alpha, torch reads a scalar
+        self.step_chunks(chunks, terms)
+
+    def step_chunks(self, chunks: Sequence[Chunk], terms: StepTerms) -> None:
+        """Move state and weights."""
         for chunk in chunks:
-            change = torch.cat(chunk.weights)
-            pieces = chunk.cut(change)
-            torch._foreach_mul_(pieces, [-each for each in chunk.decays])
+            change = chunk.decay()
             self.descend(chunk, change, terms)
-            torch._foreach_mul_(pieces, chunk.rates)
-            change.mul_(terms.applied)
-            torch._foreach_add_(chunk.weights, pieces)
+            chunk.move(change, terms)
 
     @abstractmethod
     def descend(self, chunk: Chunk, change: Tensor, terms: StepTerms) -> None:
@@ -111,8 +125,8 @@ class PieceOptimizer(torch.optim.Optimizer, ABC):
                 state[self.moment] = state[self.moment].to(self.moment_type)
 
     def _chunks(self) -> Iterator[Chunk]:
-        filling: dict[tuple[int, ...] | None, list[Any]] = {}
-        room: dict[tuple[int, ...] | None, int] = {}
+        filling: dict[Any, list[Any]] = {}
+        room: dict[Any, int] = {}
         for group in self.param_groups:
             rate_and_decay = float(group["lr"]), float(group["weight_decay"])
             for number, parameter in enumerate(group["params"]):
@@ -123,14 +137,16 @@ class PieceOptimizer(torch.optim.Optimizer, ABC):
                 if not state:
                     state.update(self.start(parameter, shape))
                 size = CHUNK_ELEMENTS if shape is None else math.prod(shape)
+                tensor = group["tensors"][number] if "tensors" in group else -1
+                kind = shape, tensor >= 0
                 for piece in _cut(parameter, state, size=size):
-                    if room.get(shape, 0) < piece[0].numel():
-                        if shape in filling:
-                            yield Chunk(shape, *zip(*filling[shape], strict=True))
-                        filling[shape], room[shape] = [], CHUNK_ELEMENTS
-                    room[shape] -= piece[0].numel()
-                    filling[shape].append((*piece, *rate_and_decay))
-        yield from (Chunk(shape, *zip(*pieces, strict=True)) for shape, pieces in filling.items())
+                    if room.get(kind, 0) < piece[0].numel():
+                        if kind in filling:
+                            yield Chunk(shape, *zip(*filling[kind], strict=True))
+                        filling[kind], room[kind] = [], CHUNK_ELEMENTS
+                    room[kind] -= piece[0].numel()
+                    filling[kind].append((*piece, tensor, *rate_and_decay))
+        yield from (Chunk(shape, *zip(*pieces, strict=True)) for (shape, _), pieces in filling.items())
 
 
 def _cut(parameter: Tensor, state: dict[str, Tensor], *, size: int) -> Iterator[tuple[Any, ...]]:

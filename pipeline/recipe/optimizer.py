@@ -21,8 +21,8 @@ class OptimizerConfig(Strict):
 
     name: OptimizerName
     """adamw: ViT paper. sgd: with momentum. adafactor: big_vision's variant. lamb: q, k and v of a block have a trust
-    ratio each, as in flax. muon: timm's, with the three as one matrix. custom: the key `custom`, which implies it. The
-    last four need engine.zero_stage 0."""
+    ratio each, as in flax. muon: timm's, with the three as one matrix. custom: the key `custom`, which implies it.
+    lamb and muon need engine.zero_stage 2 or less, adafactor and custom 0."""
     custom: OwnCode | None = None
     """FILE:FUNCTION of your own: (parameter groups, lr) -> torch optimizer. Groups have params (name and parameter),
     weight_decay (decoupled: times the learning rate) and lr_scale. See docs/own-code.md."""

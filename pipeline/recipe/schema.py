@@ -177,10 +177,22 @@ class EngineConfig(Strict):
 
     def problems_in(self, stage: TrainStage, *, key: str) -> Iterator[str]:
         name, zero = stage.optimizer.name, self.zero_stage
-        if self.backend == "deepspeed" and zero > 0 and OPTIMIZERS[name].takes == "parameters":
+        takes = OPTIMIZERS[name].takes if self.backend == "deepspeed" and zero > 0 else "pieces"
+        if takes == "parameters":
             yield (
                 f"{key}.optimizer.name: {name} takes whole parameters, and ZeRO {zero} cuts them into pieces: set "
                 "engine.zero_stage to 0, or take adamw"
+            )
+        elif takes == "split" and zero == 3:
+            yield (
+                f"{key}.optimizer.name: {name} takes whole tensors, which we join under ZeRO 1 and 2, not 3: set "
+                "engine.zero_stage to 1 or 2, or take adamw"
+            )
+        elif takes == "split" and (self.precision == "fp16" or self.offload != "none"):
+            why = f"offload {self.offload}" if self.offload != "none" else "precision fp16"
+            yield (
+                f"{key}.optimizer.name: under ZeRO {zero} {name} does not go with engine.{why}: leave that out, or "
+                "take adamw"
             )
         if self.compile == "blocks" and stage.draws_in_blocks:
             yield (

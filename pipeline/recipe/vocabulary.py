@@ -57,7 +57,11 @@ class OptimizerState:
     defaults: Mapping[str, object] = field(default_factory=dict)  # of its keys, where the recipe's differ
     rounded: str | None = None  # the moment that `first_moment: bf16` keeps in bf16
     more_bytes: float = 0.0  # per parameter, at most, on top of the moments
-    takes: Literal["pieces", "parameters"] = "pieces"  # parameters: whole ones only, so no ZeRO 1 to 3
+    takes: Literal["pieces", "split", "parameters"] = "pieces"
+    """pieces: under every ZeRO stage. split: its law needs whole tensors, which `optimizers.split` joins under ZeRO 1
+    and 2. parameters: whole ones only, so no ZeRO 1 to 3."""
+    joined_bytes: int = 0  # split: per parameter of a process's piece, for a step
+    counts: bool = False  # steps, beside the moments
 
     def bytes_per_parameter(self, first_moment: MomentType) -> float:
         saved = _FLOAT32_BYTES - _BF16_BYTES if self.rounded and first_moment == "bf16" else 0
@@ -66,7 +70,7 @@ class OptimizerState:
 
 OPTIMIZERS: dict[OptimizerName, OptimizerState] = {
     "adamw": OptimizerState(
-        moments=("exp_avg", "exp_avg_sq"), keys=("betas", "eps", "first_moment"), rounded="exp_avg"
+        moments=("exp_avg", "exp_avg_sq"), keys=("betas", "eps", "first_moment"), rounded="exp_avg", counts=True
     ),
     "sgd": OptimizerState(moments=("momentum_buffer",), keys=("momentum", "first_moment"), rounded="momentum_buffer"),
     "adafactor": OptimizerState(
@@ -78,14 +82,15 @@ OPTIMIZERS: dict[OptimizerName, OptimizerState] = {
         takes="parameters",
     ),
     "lamb": OptimizerState(
-        moments=("exp_avg", "exp_avg_sq"), keys=("betas", "eps"), defaults={"eps": 1e-6}, takes="parameters"
+        moments=("exp_avg", "exp_avg_sq"), keys=("betas", "eps"), defaults={"eps": 1e-6}, takes="split", counts=True
     ),
     "muon": OptimizerState(
         moments=("momentum_buffer",),
         keys=("betas", "eps", "momentum"),
         defaults={"momentum": 0.95},  # torch's
         more_bytes=4.0,  # embeddings, head, norms and biases have AdamW's two moments
-        takes="parameters",
+        takes="split",
+        joined_bytes=4,  # sent and received in bf16
     ),
     "custom": OptimizerState(moments=(), keys=("custom",), more_bytes=8.0, takes="parameters"),  # of an unknown state
 }

@@ -49,7 +49,7 @@ OPTIMIZERS |= {f"{name} bf16": {**OPTIMIZERS[name], "first_moment": "bf16"} for 
 def moments_of(optimizer: str) -> tuple[str, ...] | None:
     """The moments of every parameter; None: each has its own, and ZeRO 0 keeps them whole."""
     facts = vocabulary.OPTIMIZERS[optimizer.split()[0]]
-    return facts.moments if facts.takes == "pieces" else None
+    return facts.moments if facts.takes == "pieces" or optimizer == "lamb" else None
 
 
 @dataclass(frozen=True)
@@ -95,6 +95,8 @@ WRITTEN = [
     *_written(2, "13", "fp32", "adamw frozen"),
     *_written(2, "02", "bf16", "adamw frozen"),
     Written(2, 0, "fp32", "adamw frozen", "accelerate"),
+    Written(2, 1, "fp32", "lamb"),
+    Written(2, 1, "bf16", "muon"),
 ]
 
 
@@ -132,6 +134,12 @@ READ = [
     *_read(2, 3, "13", "fp32", "adamw frozen"),
     *_read(2, 2, "03 22", "bf16", "adamw frozen"),
     Read(Written(2, 0, "fp32", "adamw frozen", "accelerate"), 1, 0),
+    *_read(2, 1, "10", "fp32", "lamb"),
+    *_read(2, 3, "12", "fp32", "lamb"),
+    *_read(2, 2, "01", "bf16", "lamb"),
+    *_read(2, 1, "10 11", "bf16", "muon"),
+    *_read(2, 2, "01 11", "bf16", "muon"),
+    *_read(2, 3, "12", "bf16", "muon"),
 ]
 
 
@@ -200,9 +208,13 @@ def full_state(engine, *, stage: int, moments: tuple[str, ...] | None) -> dict[s
     if stage in (1, 2):
         engine._engine.optimizer._hp_optimizer_states_linked = False
         engine._engine.optimizer._lazy_init_hp_params_optimizer_state()
+    kept = dict.fromkeys(parameters, moments)
+    if moments is None:  # of its bucket
+        for group, bucket in zip(inner.param_groups, inner._buckets, strict=True):
+            kept |= {name: tuple(own(inner.state[group["params"][0]])) for name, _ in bucket}
     return {
         name: {"weight": safe_get_full_fp32_param(p).detach().clone()}
-        | {moment: safe_get_full_optimizer_state(p, moment).clone() for moment in moments or ()}
+        | {moment: safe_get_full_optimizer_state(p, moment).clone() for moment in kept[name]}
         for name, p in parameters.items()
     }
 

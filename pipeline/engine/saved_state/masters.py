@@ -74,15 +74,18 @@ def put_state(
 ) -> None:
     """Load `masters`, moments, frozen weights and buffers, but not the weights rounded from masters."""
     optimizer.state.clear()
-    moments = saved.moments if takes == "pieces" else {}
+    held = dict[int, dict[str, torch.dtype]]()  # by master
+    for name, slot in slots.items() if takes == "pieces" else ():
+        held.setdefault(id(slot.master), {}).update(saved.moments_of(name))
     if takes == "parameters":
         assert saved.optimizer, "the recipe allows such an optimizer where parameters are whole"
         optimizer.load_state_dict({**saved.optimizer, "state": _copied(saved.optimizer["state"])})
-    elif moments:
+    else:
         for master in masters:
-            optimizer.state[master] = _empty_state(master, saved, group=optimizer.param_groups[0])
+            if moments := held.get(id(master), saved.moments):
+                optimizer.state[master] = _empty_state(master, saved, moments, group=optimizer.param_groups[0])
     for name, slot in slots.items():
-        for of in (WEIGHT, *moments):
+        for of in (WEIGHT, *(saved.moments_of(name) if takes == "pieces" else ())):
             values = saved.part(name, of=of, first=slot.first, count=slot.count)
             slot.piece(slot.master if of == WEIGHT else optimizer.state[slot.master][of]).copy_(values)
     for name, parameter in module.named_parameters():
@@ -127,13 +130,15 @@ def put_loss_scale(optimizer: Any, saved: LossScale) -> None:
         scaler.cur_hysteresis = saved.hysteresis
 
 
-def _empty_state(master: Tensor, saved: PortableState, *, group: dict[str, Any]) -> dict[str, Tensor]:
+def _empty_state(
+    master: Tensor, saved: PortableState, moments: Mapping[str, torch.dtype], *, group: dict[str, Any]
+) -> dict[str, Tensor]:
     state: dict[str, Tensor] = {}
-    if saved.optimizer_step is not None:
+    if saved.optimizer_step is not None and "exp_avg" in moments:  # not for the matrices of Muon
         on_device = group.get("fused") or group.get("capturable")
         device = master.device if on_device else "cpu"
         state["step"] = torch.tensor(saved.optimizer_step, dtype=torch.float32, device=device)
-    for moment, dtype in saved.moments.items():
+    for moment, dtype in moments.items():
         state[moment] = torch.zeros_like(master, dtype=dtype, requires_grad=False)
     return state
 

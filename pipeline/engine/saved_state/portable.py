@@ -10,7 +10,7 @@ optimizers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -31,7 +31,7 @@ ACCELERATE_FILE = "accelerate.pt"
 DDP_FILE = "ddp.pt"
 DEEPSPEED_FOLDER = "deepspeed"  # DeepSpeed's tag, a folder inside our checkpoint
 WEIGHT = "weight"  # the master weight's name next to moments
-_STEP = "step"  # AdamW's counter in torch's optimizer state
+_STEP = "step"  # Adam's counter in torch's optimizer state
 _PIECE_ELEMENTS = 16 << 20  # sent at a time
 _MOMENTS = {moment for optimizer in OPTIMIZERS.values() for moment in optimizer.moments}
 
@@ -62,13 +62,15 @@ class PortableState:
 
     shapes: dict[str, tuple[int, ...]]  # of all parameters, by the model's names
     buffers: dict[str, Tensor]
-    moments: dict[str, torch.dtype]  # AdamW: exp_avg, exp_avg_sq; SGD: momentum_buffer; {}: no step was applied yet
+    # AdamW: exp_avg, exp_avg_sq; SGD: momentum_buffer; Muon: all three; {}: no step was applied yet
+    moments: dict[str, torch.dtype]
     average_updates: int | None  # of the weights' moving average; None: the state has none
-    optimizer_step: float | None  # for AdamW's bias correction; None: SGD, or no step was applied yet
+    optimizer_step: float | None  # for Adam's bias correction; None: SGD, or no step was applied yet
     global_steps: int  # attempted, as DeepSpeed counts
     global_samples: int
     skipped_steps: int
     loss_scale: LossScale | None
+    _moments: dict[int, dict[str, torch.dtype]] = field(repr=False)  # by flat tensor
     _addresses: dict[str, _Address] = field(repr=False)
     # (shard, flat, WEIGHT, AVERAGE or a moment) -> 1-d tensor
     _flat: Callable[[int, int, str], Tensor] = field(repr=False)
@@ -95,6 +97,10 @@ class PortableState:
             pieces.append(self._flat(shard, address.flat, of).narrow(0, address.base + offset, length))
             position += length
         return torch.cat(pieces) if len(pieces) != 1 else pieces[0]
+
+    def moments_of(self, name: str) -> dict[str, torch.dtype]:
+        """Moments of a trained parameter, which under Muon differ."""
+        return self._moments.get(self._addresses[name].flat, {}) if name in self._addresses else {}
 
     def whole(self, name: str, *, of: str = WEIGHT) -> Tensor:
         shape = self.shapes[name]
@@ -197,7 +203,7 @@ def open_deepspeed(folder: Path, *, zero_stage: int, processes: int, model: nn.M
         _addresses=_addresses_3(groups, processes=processes) if zero_stage == 3 else _addresses_1_2(groups, shard),
         _flat=shards,
         frozen=frozen,
-        **_counted(content, states),
+        **_counted(content, states, groups=()),
     )
 
 
@@ -255,7 +261,7 @@ def open_whole(file: Path, *, model: nn.Module) -> PortableState:
     if any("param_names" not in group for group in torchs["param_groups"]):
         raise earlier
     names: list[str] = [name for group in torchs["param_groups"] for name in group["param_names"]]
-    states, counted = torchs["state"], _counted(content, torchs["state"])
+    states, counted = torchs["state"], _counted(content, torchs["state"], groups=torchs["param_groups"])
     if missing := [name for number, name in enumerate(names) if counted["moments"] and number not in states]:
         moment = next(iter(counted["moments"]))
         raise UserError(f"checkpoint {folder} holds no {moment} of {_few(missing)}: take an older one")
@@ -321,11 +327,19 @@ def _few(texts: list[str]) -> str:
     return ", ".join(texts[:3]) + (f" and {len(texts) - 3} more" if len(texts) > 3 else "")
 
 
-def _counted(content: Mapping[str, Any], states: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
-    first = next(iter(states.values()), {})
+def _counted(
+    content: Mapping[str, Any], states: Mapping[int, Mapping[str, Any]], *, groups: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """`groups`: timm's LAMB, of earlier checkpoints, counts steps in them."""
+    moments = {
+        number: {key: value.dtype for key, value in state.items() if key in _MOMENTS and value is not None}
+        for number, state in states.items()
+    }
+    steps = [each[_STEP] for each in (*states.values(), *groups) if each.get(_STEP) is not None]
     return {
-        "moments": {key: value.dtype for key, value in first.items() if key in _MOMENTS and value is not None},
-        "optimizer_step": None if first.get(_STEP) is None else float(first[_STEP]),
+        "moments": {key: dtype for each in moments.values() for key, dtype in each.items()},
+        "_moments": moments,
+        "optimizer_step": float(steps[0]) if steps else None,
         **{key: content.get(key, 0) for key in ("global_steps", "global_samples", "skipped_steps")},
     }
 

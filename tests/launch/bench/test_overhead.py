@@ -32,6 +32,11 @@ def counted(ranks: int, *, slow: bool) -> dict[str, list[Counted]]:
     return {case.name: each for case, each in zip(cases, run_cases(cases), strict=True)}
 
 
+def together(one: Counted) -> list[tuple[str, float]]:
+    """The collectives; in an exchange of pieces each rank has its own sizes."""
+    return [(name, 0 if name == "alltoall_base" else num_bytes) for name, num_bytes, _ in one.collectives]
+
+
 @pytest.mark.parametrize(
     "row", [pytest.param(row, id=row.case.name, marks=[pytest.mark.slow] * is_slow(row)) for row in BOUNDED]
 )
@@ -40,7 +45,7 @@ def test_a_step_stays_within_its_bounds_on_every_rank(row: Bounded):
     assert len(ranks) == row.case.ranks
     assert {one.tensors for one in ranks} == {296}  # as many as ViT-L has: a step that works on each of them would show
     assert [row.missed(one, exact_alone=True) for one in ranks] == [{}] * len(ranks)
-    assert all(one.collectives == ranks[0].collectives for one in ranks)
+    assert all(together(one) == together(ranks[0]) for one in ranks)
 
 
 @pytest.mark.slow  # a compiler's time

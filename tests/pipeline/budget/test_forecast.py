@@ -74,8 +74,8 @@ def test_the_peak_has_what_a_backward_pass_holds_for_a_moment():
     assert cost.working_bytes == pytest.approx(0.85 * 2 * 197 * 3072, rel=0.01)
 
 
-def test_an_optimizer_of_whole_parameters_is_planned_for_zero_0_alone():
-    optimizer = {"name": "muon", "lr": 0.1}
-    made = forecast(recipe("B/16", engine={"zero_stage": 0}, stage={"optimizer": optimizer}))
-    assert set(made.memory) == {0}
+@pytest.mark.parametrize(("name", "stages"), [("adafactor", {0}), ("lamb", {0, 1, 2}), ("muon", {0, 1, 2})])
+def test_an_optimizer_of_whole_tensors_is_planned_for_the_stages_that_take_it(name, stages):
+    made = forecast(recipe("B/16", engine={"zero_stage": 0}, stage={"optimizer": {"name": name, "lr": 0.1}}))
+    assert set(made.memory) == stages
     assert set(forecast(recipe("B/16", engine={"zero_stage": 0})).memory) == {0, 1, 2, 3}

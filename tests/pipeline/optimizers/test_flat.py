@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from shardvit.launch.bench.operations import Operations
-from shardvit.pipeline.optimizers.flat import FlatOptimizer, GradientVerdict
+from shardvit.pipeline.optimizers.flat import FlatOptimizer, FlatPiece, GradientVerdict
 from shardvit.pipeline.optimizers.optim import build_optimizer
 from shardvit.pipeline.optimizers.parameter_groups import parameter_groups
 from shardvit.pipeline.recipe.optimizer import OptimizerConfig
@@ -70,7 +70,7 @@ def flattened(
         group["params"] = [flat]
         ends = torch.tensor([0, *(each.numel() for _, each in bucket)]).cumsum(0).tolist()
         for (a, b), (name, _) in zip(pairwise(ends), bucket, strict=True):
-            places[name], parts[name] = (number, a, b - a), flat.detach()[a:b]
+            places[name], parts[name] = FlatPiece(number, a, b - a), flat.detach()[a:b]
     optimizer.place(places)
     return optimizer, parts
 

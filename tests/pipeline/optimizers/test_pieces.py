@@ -16,7 +16,7 @@ from shardvit.launch.bench.operations import Operations, count
 from shardvit.model.config import ModelConfig
 from shardvit.model.vit import build_model
 from shardvit.pipeline.optimizers import pieces
-from shardvit.pipeline.optimizers.flat import FlatOptimizer, GradientVerdict
+from shardvit.pipeline.optimizers.flat import FlatOptimizer, FlatPiece, GradientVerdict
 from shardvit.pipeline.optimizers.muon import orthogonalised
 from shardvit.pipeline.optimizers.optim import build_optimizer
 from shardvit.pipeline.optimizers.parameter_groups import parameter_groups
@@ -256,7 +256,7 @@ def flat_of(
         for name, parameter in named:
             left, right = max(start, first), min(start + parameter.numel(), last)
             if left < right:
-                places[name] = (0, left - first, right - left)
+                places[name] = FlatPiece(0, left - first, right - left)
             start += parameter.numel()
         optimizer.place(places)
         optimizers.append(optimizer)

@@ -265,14 +265,29 @@ def test_a_schedules_key_that_nothing_would_read_is_refused(keys: dict[str, Any]
         ScheduleConfig(**keys)
 
 
-@pytest.mark.parametrize("name", ["adafactor", "lamb", "muon"])
-def test_an_optimizer_of_whole_parameters_is_refused_to_zero_1_to_3(name: str):
-    optimizer = {"name": name, "lr": 0.1}
+def test_an_optimizer_of_whole_parameters_is_refused_to_zero_1_to_3():
+    optimizer = {"name": "adafactor", "lr": 0.1}
     for stage in (1, 2, 3):
         said = refusal(stages__finetune__optimizer=optimizer, engine__zero_stage=stage)
-        assert f"stages.finetune.optimizer.name: {name}" in said and "engine.zero_stage to 0" in said
+        assert "stages.finetune.optimizer.name: adafactor" in said and "engine.zero_stage to 0" in said
     assert recipe(stages__finetune__optimizer=optimizer, engine__zero_stage=0)
     assert recipe(stages__finetune__optimizer=optimizer, engine__backend="accelerate")
+
+
+@pytest.mark.parametrize("name", ["lamb", "muon"])
+def test_an_optimizer_of_whole_tensors_is_for_our_own_step_of_zero_1_and_2(name: str):
+    optimizer = {"name": name, "lr": 0.1}
+    for stage in (0, 1, 2):
+        assert recipe(stages__finetune__optimizer=optimizer, engine__zero_stage=stage)
+    refused = {
+        "engine.zero_stage to 1 or 2": {"engine__zero_stage": 3},
+        "engine.precision fp16": {"engine__zero_stage": 1, "engine__precision": "fp16"},
+        "engine.offload optimizer": {"engine__zero_stage": 2, "engine__offload": "optimizer"},
+    }
+    for key, engine in refused.items():
+        said = refusal(stages__finetune__optimizer=optimizer, **engine)
+        assert "stages.finetune.optimizer.name: " in said and name in said and key in said
+    assert recipe(stages__finetune__optimizer=optimizer, engine__zero_stage=0, engine__precision="fp16")
 
 
 @pytest.mark.parametrize("as_list", [False, True])
