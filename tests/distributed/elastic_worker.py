@@ -95,8 +95,7 @@ WRITTEN = [
     *_written(2, "13", "fp32", "adamw frozen"),
     *_written(2, "02", "bf16", "adamw frozen"),
     Written(2, 0, "fp32", "adamw frozen", "accelerate"),
-    Written(2, 1, "fp32", "lamb"),
-    Written(2, 1, "bf16", "muon"),
+    *(Written(2, 1, *how) for how in (("fp32", "lamb"), ("bf16", "muon"))),
 ]
 
 
@@ -311,6 +310,14 @@ def read_case(read: Read, ranks: Ranks, folder: Path) -> dict:
 MISFITS = {"lacks": {**MODEL, "depth": 2}, "besides": {**MODEL, "position": "none"}, "instead": {**MODEL, "width": 32}}
 
 
+def said_to(folder: Path, engine, **how) -> str:
+    try:
+        engine.load(folder, written=how)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
 def refusals(ranks: Ranks, out: Path) -> dict:
     """What is said to states of another model, and of another number of processes than they are said to be of."""
     said = {}
@@ -319,18 +326,12 @@ def refusals(ranks: Ranks, out: Path) -> dict:
         for name, model in MISFITS.items():
             engine, _ = fresh(written, ranks, stage=2, model=model)
             before = engine.weights()
-            try:
-                engine.load(out / str(written), written=identity(written))
-            except UserError as error:
-                said[stage, name] = str(error)
+            said[stage, name] = said_to(out / str(written), engine, **identity(written))
             after = engine.weights()
             assert all(torch.equal(before[name], after[name]) for name in before)
         if stage:
             engine, _ = fresh(written, ranks, stage=2)
-            try:
-                engine.load(out / str(written), written={**identity(written), "processes": 3})
-            except UserError as error:
-                said[stage, "processes"] = str(error)
+            said[stage, "processes"] = said_to(out / str(written), engine, **{**identity(written), "processes": 3})
     return said
 
 
@@ -357,12 +358,7 @@ def poisoned(ranks: Ranks, out: Path) -> dict:
             shutil.copytree(out / str(written), folder)
             content = torch.load(file, weights_only=False)
             torch.save({**content, "more": Canary(ran)}, folder / file.relative_to(out / str(written)))
-            try:
-                engine.load(folder, written=identity(written))
-            except UserError as error:
-                said[written.stage, file.name] = (str(error), ran.exists())
-            else:
-                said[written.stage, file.name] = ("", ran.exists())
+            said[written.stage, file.name] = (said_to(folder, engine, **identity(written)), ran.exists())
     return said
 
 
