@@ -335,16 +335,6 @@ def refusals(ranks: Ranks, out: Path) -> dict:
     return said
 
 
-class Canary:
-    """Makes a file when a pickle of it is executed."""
-
-    def __init__(self, file: Path) -> None:
-        self.file = file
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.file),)
-
-
 ALONE = [Written(1, 0), Written(1, 1), Written(1, 2, "bf16"), Written(1, 3)]  # every stage
 
 
@@ -357,7 +347,7 @@ def poisoned(ranks: Ranks, out: Path) -> dict:
             folder, ran = out / f"poisoned {written} {file.name}", out / f"ran {written} {file.name}"
             shutil.copytree(out / str(written), folder)
             content = torch.load(file, weights_only=False)
-            torch.save({**content, "more": Canary(ran)}, folder / file.relative_to(out / str(written)))
+            torch.save({**content, "more": common.Canary(ran)}, folder / file.relative_to(out / str(written)))
             said[written.stage, file.name] = (said_to(folder, engine, **identity(written)), ran.exists())
     return said
 

@@ -6,6 +6,7 @@ WORLD`. Rank 0 writes OUT/results.pt: what `run_case` returns for each case, and
 
 import contextlib
 import copy
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -140,6 +141,16 @@ def write_state(engine, folder: Path, *, ranks: Ranks) -> None:
     for file in engine.snapshot():
         write_file(folder, file)
     ranks.barrier()
+
+
+class Canary:
+    """Makes a file when a pickle of it is executed."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.file),)
 
 
 class Interrupted(Exception):
