@@ -7,7 +7,6 @@ six ranks are forked. Rank 0 of each group writes OUT/world-N.pt: what `write_ca
 import contextlib
 import importlib.util
 import multiprocessing
-import os
 import shutil
 import sys
 import time
