@@ -152,7 +152,7 @@ def timms_operations() -> ModuleType:
     assert spec is not None and spec.loader is not None
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
-    module.random, module.np = _Random(), _Numpy()
+    module.__dict__.update(random=_Random(), np=_Numpy())
     for name in ("Posterize", "PosterizeIncreasing"):
         module.NAME_TO_OP[name] = partial(_posterize_to_black, module.posterize)
     return module

@@ -275,6 +275,8 @@ def _words(augment: AugmentConfig) -> str:
     for kind, alpha in (("mixup", augment.mixup_alpha), ("CutMix", augment.cutmix_alpha)):
         if alpha:
             parts.append(f"{kind} with alpha {alpha:g}")
+    if augment.mixed_share < 1:
+        parts.append(f"which mix {whole_percent(augment.mixed_share)} of the batches")
     if augment.custom:
         parts.append("without the user's own augmentation, as drawing runs no code of a recipe")
     return ", ".join(parts)

@@ -99,7 +99,7 @@ def train_transform(config: TrainStage, *, normalisation: Normalisation = GOOGLE
         antialias=augment.antialias,
         flip=augment.flip,
         rand_augment=strong and RandAugment(num_ops=strong.num_ops, magnitude=strong.magnitude, ranges=strong.ranges),
-        auto_augment=policy and AutoAugment(policy, interpolation=kernel, fill=fill),
+        auto_augment=AutoAugment(policy, interpolation=kernel, fill=fill) if policy else None,
         color_jitter=augment.color_jitter and ColorJitter(*augment.color_jitter),
     )
 

@@ -23,7 +23,7 @@ def model_input(
     """Flip, normalise, erase and mix on the device -> [n, 3, size, size] of `dtype`; in float32, rounded once."""
     values = normalised(flipped(batch, device=device), normalisation)
     if batch.erasures:
-        _erase(values, batch.erasures)
+        erase(values, batch.erasures)
     if batch.mix is not None:
         values = _mixed_images(values, batch.mix)
     return values.to(dtype)
@@ -59,7 +59,7 @@ def _mean_and_std(normalisation: Normalisation, *, device: torch.device) -> tupl
     return mean, std
 
 
-def _erase(values: torch.Tensor, erasures: Sequence[Erasure]) -> None:
+def erase(values: torch.Tensor, erasures: Sequence[Erasure]) -> None:
     """Erase rectangles of float32 [n, C, size, size] in place."""
     noise = _noise(NOISE_PLACES + values[0].numel(), device=values.device)
     for each in erasures:

@@ -209,7 +209,7 @@ def test_a_policy_that_recipes_take_is_one_that_timm_makes(tmp_path: Path, polic
 @pytest.mark.parametrize(
     "policy",
     [
-        "orignal",
+        "originale",
         "original-m3",
         "3a-n2",
         "rand-m9-m5",
