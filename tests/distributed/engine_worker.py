@@ -41,6 +41,8 @@ KINDS = {
     "relative": {**VIT, "position": "relative"},
     "learned_2d": {**VIT, "position": "learned_2d", "position_at": "every_layer"},
     "sincos_2d": {**VIT, "position": "sincos_2d"},
+    "later": {**VIT, "registers": 2, "rope": "mixed", "mlp": "swiglu_norm", "norm": "rms", "qk_norm": "per_head"},
+    "dinov3": {**VIT, "pool": "gap", "class_token": "kept", "registers": 2, "rope": "dinov3", "final_norm": "pooled"},
 }
 KIND_STEPS = 3
 KIND_CASES = [

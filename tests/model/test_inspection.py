@@ -36,6 +36,11 @@ KINDS: dict[str, dict[str, Any]] = {
     "every layer": {"position": "learned_2d", "position_at": "every_layer"},
     "sincos, map": {"position": "sincos_2d", "pool": "map"},
     "layer scale": {"layer_scale": 0.1},
+    "registers": {"registers": 3, "qk_norm": "per_head"},
+    "registers, map": {"registers": 3, "pool": "map", "mlp": "swiglu"},
+    "rope, gap": {"rope": "axial", "pool": "gap", "class_token": "kept", "registers": 2},
+    "rope, learned": {"rope": "mixed", "qk_norm": "per_head", "norm": "rms", "position": "none"},
+    "dinov3": {"rope": "dinov3", "registers": 2, "pool": "gap", "final_norm": "pooled"},
 }
 GRID = 4
 

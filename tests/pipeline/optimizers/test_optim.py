@@ -158,6 +158,11 @@ KERNELS = r"(attn\.qkv|attn\.proj|attn_pool\.(q|kv|proj)|mlp\.fc[12]|patch_embed
         ),
         ({**VIT, "position_at": "every_layer_shared"}, {"head.weight"}, {"position.tables.0.embedding"}),
         ({**VIT, "position": "relative"}, {"blocks.0.attn.qkv.weight"}, {"blocks.0.attn.relative"}),
+        (
+            {**VIT, "registers": 2, "rope": "mixed", "qk_norm": "per_head", "mlp": "swiglu_norm", "norm": "rms"},
+            {"blocks.0.mlp.fc1.weight"},
+            {"reg_token", "blocks.0.attn.freqs", "blocks.1.attn.q_norm.weight", "blocks.0.mlp.norm.weight"},
+        ),
     ],
 )
 def test_kernels_of_every_kind_of_model_decay_and_nothing_else(
