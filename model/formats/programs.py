@@ -10,6 +10,7 @@ model of its record, and execute or unpickle nothing. Layout: torch/export/pt2_a
 from __future__ import annotations
 
 import json
+import logging
 import warnings
 import zlib
 from collections.abc import Iterator
@@ -57,6 +58,8 @@ def write_onnx(path: Path, model: nn.Module, *, meta: SavedModelMeta) -> None:
     import torch
 
     _require("onnx", "onnxscript")
+    # warns of each SwiGLU, which it leaves as it is
+    logging.getLogger("onnxscript.optimizer").setLevel(logging.ERROR)
     with _exported(model, meta=meta) as traced:
         program = torch.onnx.export(traced, dynamo=True, input_names=[INPUT], output_names=[OUTPUT], verbose=False)
         assert program is not None

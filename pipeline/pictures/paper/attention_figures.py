@@ -130,7 +130,8 @@ def draw_distance(attention: SeenAttention, *, meta: SavedModelMeta) -> Drawn:
         f"{_pixels(distances[block].min())} to {_pixels(distances[block].max())}, mean {_pixels(means[block])}"
         for block in (0, -1)
     )
-    class_token = " The class token is left out." if meta.model.pool == "cls" else ""
+    class_token = " The class token is left out." if meta.model.has_class_token else ""
+    class_token += " Registers are left out." if meta.model.registers else ""
     picture = Picture(
         name="attention_distance",
         title="How far attention reaches",

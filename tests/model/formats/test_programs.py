@@ -36,6 +36,12 @@ MODELS = {
     ),
     "shared by every layer": (ModelConfig(**SIZES | {"depth": 2}, position_at="every_layer_shared"), 16, "linear"),
     "relative": (ModelConfig(**SIZES, position="relative"), 16, "linear"),
+    "registers, mixed, SwiGLU": (
+        ModelConfig(**SIZES, registers=2, rope="mixed", mlp="swiglu_norm", norm="rms", qk_norm="per_head"),
+        16,
+        "linear",
+    ),
+    "DINOv3": (ModelConfig(**SIZES, registers=2, rope="dinov3", pool="gap", class_token="kept"), 16, "linear"),
     "hybrid": (ModelConfig(**{**SIZES, "patch_size": 8}, resnet_layers=(1, 2)), 16, "linear"),
     "resnet": (ModelConfig(resnet_layers=(1, 1)), 32, "linear"),
 }
