@@ -50,7 +50,7 @@ def on_grid(embedding: Tensor, *, patches: int, num_prefix_tokens: int, kernel: 
     any order on a GPU, and autocast leaves float64 alone."""
     prefix, grid = embedding[:, :num_prefix_tokens], embedding[0, num_prefix_tokens:]
     old, new = math.isqrt(len(grid)), math.isqrt(patches)
-    weights = _weights(old, new, kernel=kernel, device=embedding.device)
+    weights = side_weights(old, new, kernel=kernel, device=embedding.device)
     columns = weights @ grid.double().unflatten(0, (old, old))  # [old rows, new columns, D]
     rows = weights @ columns.flatten(1)  # [new rows, new columns * D]
     return torch.cat([prefix, rows.view(1, patches, -1).to(embedding.dtype)], dim=1)
@@ -58,12 +58,12 @@ def on_grid(embedding: Tensor, *, patches: int, num_prefix_tokens: int, kernel: 
 
 def along_side(table: Tensor, *, side: int, kernel: Interpolation) -> Tensor:
     """The same for columns or rows: [old side, D] -> [side, D]."""
-    weights = _weights(len(table), side, kernel=kernel, device=table.device)
+    weights = side_weights(len(table), side, kernel=kernel, device=table.device)
     return (weights @ table.double()).to(table.dtype)
 
 
 @torch.no_grad()
-def _weights(old: int, new: int, *, kernel: Interpolation, device: torch.device) -> Tensor:
+def side_weights(old: int, new: int, *, kernel: Interpolation, device: torch.device) -> Tensor:
     """What `kernel` multiplies a side of the old grid by: float64 [new, old]."""
     units = torch.eye(old, dtype=torch.float64, device=device)[None]
     return interpolate_pos_embed(units, new_grid=(new, 1), old_grid=(old, 1), num_prefix_tokens=0, kernel=kernel)[0]

@@ -1,10 +1,10 @@
 """Compile Transformer blocks in place with torch.compile; names, state dict and gradient hooks stay.
 
 Blocks of one shape share a graph: one for training, one for evaluation, and one more for training if patch dropout ends
-before the stage. Each is reported when compiled; any other brings a warning with torch's reason. A block that does not
-fit one graph is an error. A graph costs seconds to a minute, once (`cache`). Inductor's deterministic mode chooses no
-kernel by timing, so that a resumed run repeats the same bits; rounding differs from uncompiled blocks. Patch embedding,
-last norm, pooling and head are not compiled.
+before the stage, and for each smaller size of images that grow. Each is reported when compiled; any other brings a
+warning with torch's reason. A block that does not fit one graph is an error. A graph costs seconds to a minute, once
+(`cache`). Inductor's deterministic mode chooses no kernel by timing, so that a resumed run repeats the same bits;
+rounding differs from uncompiled blocks. Patch embedding, last norm, pooling and head are not compiled.
 """
 
 import contextlib
