@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -104,8 +104,9 @@ class Apart(nn.Module):
 
 
 def set_apart(model: nn.Module) -> None:
-    for block in model.blocks:
-        block.attn.qkv = Apart(block.attn.qkv)
+    for block in model.get_submodule("blocks").children():
+        attention = block.get_submodule("attn")
+        attention.qkv = Apart(cast("nn.Linear", attention.get_submodule("qkv")))
 
 
 def recipe_of(
