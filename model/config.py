@@ -66,7 +66,7 @@ class ModelConfig(BaseModel):
     # Units in each stage of a ResNet: a hybrid's stem ([]: only its root) or, without `width`, the whole model.
     resnet_layers: tuple[Depth, ...] | None = Field(default=None, max_length=4)
     resnet_width_factor: WidthFactor | None = None  # multiplies the ResNet's widths
-    # Input of the head: class token (only "cls" has one), mean of the normed patch tokens, or attention pooling
+    # Input of the head: class token, mean of the normed patch tokens, or attention pooling
     pool: Pool = "cls"
     position: PositionKind = "learned_1d"  # as in the ViT paper's Table 8; sincos_2d: big_vision's fixed one
     position_at: PositionAt = "stem"  # where a learned one is added: once, or before each block (shared, or one each)
@@ -272,6 +272,29 @@ class ModelConfig(BaseModel):
                 f"image size {image_size} is not a multiple of {what} {stride}: take {below} or {below + stride}"
             )
         return image_size // stride
+
+
+class DecoderConfig(BaseModel):
+    """A masked autoencoder's decoder: usual blocks, with MLPs of 4 * width (MAE, arXiv 2111.06377, Table 1)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    width: Width = 512
+    depth: Depth = 8
+    heads: Width = 16
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.width % self.heads:
+            raise ValueError(f"heads {self.heads} must divide width {self.width}")
+        if self.width % 4:
+            raise ValueError(f"width {self.width}: its fixed positions need a width that 4 divides")
+        return self
+
+
+def kept_patches(num_patches: int, *, mask_ratio: float) -> int:
+    """Patches that a masked autoencoder's encoder sees, rounded down as in the original; at least one."""
+    return max(1, int(num_patches * (1 - mask_ratio)))
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,11 @@
-"""Initial weights of every model, reproducible from one seed, in one of three styles.
+"""Initial weights of every model, reproducible from one seed, in one of four styles.
 
 google: google-research/vision_transformer `models_vit.py` and `models_resnet.py`, big_vision `models/vit.py` (attention
 pooling), big_transfer `bit_jax/models.py` (pure ResNets), and flax's defaults. big_vision: the same, but learned
 positions have deviation 1 / sqrt(D) (0.036 for B) instead of 0.02. timm: timm 1.0 with `weight_init=""`
 (models/vision_transformer.py, models/resnetv2.py, else torch's defaults), and google's for what timm lacks. timm's
-"jax" init is omitted: its Xavier on the fused q/k/v matrix (3D x D) has a bound sqrt(2) too small.
+"jax" init is omitted: its Xavier on the fused q/k/v matrix (3D x D) has a bound sqrt(2) too small. mae: that of
+facebookresearch/mae `models_mae.py`, with this bound, the patch embedding as a linear layer, tokens of deviation 0.02.
 
 Each parameter's random stream is keyed by (seed, name), independent of device and other parameters: models that differ
 in heads start from the same trunk. Costs a second for B/16, about 10 for H/14.
@@ -30,7 +31,7 @@ Fill = Callable[[Tensor, torch.Generator, nn.Module], object]
 
 
 def initialise(model: nn.Module, *, seed: int, head_bias: float = 0.0, style: InitStyle = "google") -> None:
-    """Overwrite all parameters of a model by `model.vit` or `model.masked_patch`, drawn in float32 on the CPU.
+    """Overwrite all parameters of a model by `model.vit` or `model.self_supervised`, drawn in float32 on the CPU.
 
     `head_bias` of the last layer: -10 for sigmoid pre-training with many classes (vision_transformer issue 2), -6.9 for
     ImageNet-1k, else 0. Its weights start at zero except in timm's style. ValueError for an unknown parameter.
@@ -77,6 +78,10 @@ def _xavier(parts: int = 1) -> Fill:
             nn.init.xavier_uniform_(part, generator=generator)
 
     return fill
+
+
+def _xavier_flat(value: Tensor, generator: torch.Generator, module: nn.Module) -> None:
+    nn.init.xavier_uniform_(value.view(len(value), -1), generator=generator)
 
 
 def _xavier_query(value: Tensor, generator: torch.Generator, module: nn.Module) -> None:
@@ -128,29 +133,36 @@ def _turned_frequencies(value: Tensor, generator: torch.Generator, module: nn.Mo
 
 _RESNET = r"(resnet|patch_embed\.backbone)"  # a pure ResNet (see `initialise`) or a hybrid's stem
 _UNIT = rf"{_RESNET}\.stages\.\d+\.blocks\.\d+"
-_VIT_NORM = r"norm|fc_norm|blocks\.\d+\.(norm[12]|attn\.[qk]_norm|mlp\.norm)|attn_pool\.norm"
+_VIT_NORM = r"norm|fc_norm|decoder\.norm|(decoder\.)?blocks\.\d+\.(norm[12]|attn\.[qk]_norm|mlp\.norm)|attn_pool\.norm"
 _NORM = rf"({_VIT_NORM}|resnet\.norm|{_RESNET}\.stem\.norm|{_UNIT}\.(norm[123]|downsample\.norm))"
-_MLP = r"(blocks\.\d+|attn_pool)\.mlp\.fc[12]"
+_BLOCK = r"(decoder\.)?blocks\.\d+"
+_MLP = rf"({_BLOCK}|attn_pool)\.mlp\.fc[12]"
 _TIMM_LINEAR: dict[InitStyle, Fill] = {"timm": _normal(0.02)}
 _TIMM_RESNET_HEAD: dict[InitStyle, Fill] = {"timm": _normal(0.01)}
 
 # Pattern of a parameter's full name; google's value; other styles' where they differ. The first match counts.
 _VALUES: tuple[tuple[str, Fill, dict[InitStyle, Fill]], ...] = (
-    (r"mask_token", _normal(0.02), {}),  # not in the paper; BERT initialises its own like positions
+    (r"(decoder\.)?mask_token", _normal(0.02), {}),  # not in the paper; BERT initialises its own like positions
     # 0.02: BERT's, models_vit.py. Columns and rows, which big_vision lacks, get the deviation of the whole token.
     (r"pos_embed|position\.tables\.\d+\.(embedding|prefix)", _normal(0.02), {"big_vision": _unit_vectors()}),
     (r"position\.tables\.\d+\.(column|row)", _normal(0.02), {"big_vision": _unit_vectors(0.5)}),
-    (r"cls_token", _zero, {"timm": _normal(1e-6)}),
+    (r"cls_token", _zero, {"timm": _normal(1e-6), "mae": _normal(0.02)}),
     (r"reg_token", _normal(1e-6), {}),  # timm's and DINOv2's; equal ones would stay equal
-    (r"patch_embed\.proj\.weight", _lecun_normal, {"timm": _torch_default}),
-    (r"patch_embed\.proj\.bias", _zero, {"timm": _torch_default}),
-    (r"blocks\.\d+\.attn\.qkv\.weight", _xavier(3), _TIMM_LINEAR),
+    (r"patch_embed\.proj\.weight", _lecun_normal, {"timm": _torch_default, "mae": _xavier_flat}),
+    (r"patch_embed\.proj\.bias", _zero, {"timm": _torch_default, "mae": _torch_default}),
+    (rf"{_BLOCK}\.attn\.qkv\.weight", _xavier(3), _TIMM_LINEAR | {"mae": _xavier()}),
     (r"blocks\.\d+\.attn\.freqs", _turned_frequencies, {}),
+    (r"decoder\.(embed|predict)\.weight", _xavier(), _TIMM_LINEAR),
+    (r"decoder\.(embed|predict)\.bias", _zero, {}),
     (r"attn_pool\.kv\.weight", _xavier(2), _TIMM_LINEAR),  # big_vision's MAPHead; timm fuses keys and values
     (r"gated\..*", _xavier(2), _TIMM_LINEAR),  # SwiGLU's first layer (see `initialise`): gate and value
-    (rf"(blocks\.\d+\.attn\.proj|attn_pool\.(q|proj)|{_MLP})\.weight", _xavier(), _TIMM_LINEAR),
-    (rf"{_MLP}\.bias", _normal(1e-6), {"timm": _zero}),  # models_vit.py: nn.initializers.normal(stddev=1e-6)
-    (r"(blocks\.\d+\.attn\.(qkv|proj)|attn_pool\.(q|kv|proj)|(resnet\.)?head\.pre_logits)\.bias", _zero, {}),
+    (rf"({_BLOCK}\.attn\.proj|attn_pool\.(q|proj)|{_MLP})\.weight", _xavier(), _TIMM_LINEAR),
+    (
+        rf"{_MLP}\.bias",
+        _normal(1e-6),
+        {"timm": _zero, "mae": _zero},
+    ),  # models_vit.py: nn.initializers.normal(stddev=1e-6)
+    (rf"({_BLOCK}\.attn\.(qkv|proj)|attn_pool\.(q|kv|proj)|(resnet\.)?head\.pre_logits)\.bias", _zero, {}),
     (r"attn_pool\.latent", _xavier_query, {"timm": _truncated_query}),
     (r"blocks\.\d+\.attn\.relative", _unit_vectors(), {}),  # Tensor2Tensor, see shardvit.model.positions.embedding
     (r"blocks\.\d+\.ls[12]\.gamma", _layer_scale, {}),

@@ -3,7 +3,7 @@
 Fused kernels never hold attention probabilities, so hooks recompute them in float32 from each block's `qkv` output,
 relative positions, norms and rotations included; the forward pass stays bit-identical. Costs a second product of
 queries and keys, and holds heads x T x T numbers an image for one block at a time. The model must be in evaluation
-mode. A pure ResNet has no attention; a masked patch model sees whole images.
+mode. A pure ResNet has no attention; self-supervised models see whole images.
 """
 
 from collections.abc import Callable
@@ -16,10 +16,11 @@ from timm.layers import AttentionPoolLatent, HybridEmbed
 from timm.models.vision_transformer import Attention, VisionTransformer
 from torch import Tensor, nn
 
-from shardvit.model.masked_patch import MaskedPatchVit
 from shardvit.model.positions.embedding import Learned1d, Learned2d, RelativeAttention, SinCos2d, by_key
 from shardvit.model.positions.rotary import RotaryAttention
 from shardvit.model.resnet import BitResnet, StandardisedConv2d, standardise
+from shardvit.model.self_supervised.masked_autoencoder import MaskedAutoencoderVit
+from shardvit.model.self_supervised.masked_patch import MaskedPatchVit
 from shardvit.model.vit import PositionedVit
 
 PAPERS_COMPONENTS = 28  # Figure 7, left
@@ -65,7 +66,7 @@ def _probabilities(attention: Looked, packed: Tensor) -> Tensor:
 @torch.no_grad()
 def weights_of_tokens(model: VisionTransformer, tokens: Tensor) -> Tensor:
     """Share of each normed token [B, T, D] in the head's input: [B, T], sums to 1. The class token has all; patches
-    share equally ("gap", or a masked patch model), or by attention pooling ("map"), averaged over its heads."""
+    share equally ("gap", or a model without labels), or by attention pooling ("map"), averaged over its heads."""
     batch, count, _ = tokens.shape
     pool = model.attn_pool
     weights = tokens.new_zeros(batch, count, dtype=torch.float32)
@@ -76,7 +77,7 @@ def weights_of_tokens(model: VisionTransformer, tokens: Tensor) -> Tensor:
         logits = (pool.scale * query) @ keys.transpose(-2, -1)
         weights[:, model.num_prefix_tokens :] = logits.float().softmax(dim=-1).mean(dim=(1, 2))
         return weights
-    if model.global_pool == "token" and not isinstance(model, MaskedPatchVit):
+    if model.global_pool == "token" and not isinstance(model, MaskedPatchVit | MaskedAutoencoderVit):
         weights[:, 0] = 1.0
     else:
         weights[:, model.num_prefix_tokens :] = 1.0 / (count - model.num_prefix_tokens)

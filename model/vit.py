@@ -48,7 +48,7 @@ from shardvit.model.resnet import BitResnet, build_resnet, stem_embedding
 from shardvit.model.vocabulary import HeadKind, Interpolation, Norm
 
 _TIMM_POOL = {"cls": "token", "gap": "avg", "map": "map"}
-_TIMM_GELU = {"tanh": "gelu_tanh", "erf": "gelu"}
+TIMM_GELU = {"tanh": "gelu_tanh", "erf": "gelu"}
 _NORMS: dict[Norm, type[nn.Module]] = {"layer": nn.LayerNorm, "rms": RmsNorm}
 
 
@@ -221,7 +221,7 @@ def timm_arguments(config: ModelConfig, *, image_size: int) -> dict[str, Any]:
         "qkv_bias": True,
         "class_token": config.has_class_token,
         "global_pool": _TIMM_POOL[config.pool],
-        "act_layer": "silu" if gated else _TIMM_GELU[config.gelu],
+        "act_layer": "silu" if gated else TIMM_GELU[config.gelu],
     }
     if config.pool == "gap":
         arguments["fc_norm"] = config.final_norm == "pooled"

@@ -7,7 +7,7 @@ position embedding in `positions/embedding.py`, initial values in `init.py`, an 
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 LossKind = Literal["softmax", "sigmoid", "bce"]
 
@@ -27,6 +27,8 @@ LOSSES: dict[LossKind, LossFacts] = {
     "bce": LossFacts(takes_several_labels=True, smoothing_below=1.0, output="sigmoid of each class"),
 }
 HeadKind = Literal["mlp", "linear"]
+SelfSupervised = Literal["masked_patch", "masked_autoencoder"]  # stages without labels, in the place of a head's kind
+SELF_SUPERVISED: tuple[SelfSupervised, ...] = get_args(SelfSupervised)
 Pool = Literal["cls", "gap", "map"]
 PositionKind = Literal["learned_1d", "learned_2d", "relative", "sincos_2d", "none"]
 PositionAt = Literal["stem", "every_layer", "every_layer_shared"]
@@ -39,7 +41,7 @@ Norm = Literal["layer", "rms"]
 Rope = Literal["none", "axial", "mixed", "eva", "dinov3"]
 Gelu = Literal["tanh", "erf"]
 Interpolation = Literal["google", "timm"]
-InitStyle = Literal["google", "timm", "big_vision"]
+InitStyle = Literal["google", "timm", "big_vision", "mae"]
 StochasticDepthRule = Literal["linear", "uniform"]
 DropoutMasks = Literal["sample", "process"]
 EvalProtocol = Literal["vit", "vit_exact", "big_vision", "big_vision_exact", "timm"]
@@ -57,6 +59,7 @@ EXPORT_ENDINGS: dict[ExportFormat, tuple[str, ...]] = {  # of file names; (): a 
 COLOUR_LEVELS = 8  # per channel in masked patch prediction: 3 bits
 COLOURS = tuple(f"r{red} g{green} b{blue}" for red, green, blue in product(range(COLOUR_LEVELS), repeat=3))
 """Class names of masked patch prediction; class 64 r + 8 g + b."""
+PIXELS = ("pixels",)  # what a masked autoencoder gives, in the place of class names
 
 
 def check_ending(out: Path, *, to: ExportFormat) -> None:

@@ -69,8 +69,8 @@ def create_model(
         size = image_size or (meta.image_size if meta else _IMAGE_SIZE)
         classes = num_classes or (meta.num_classes if meta else _CLASSES)
         kind: HeadKind = head or "linear"
-        if head is None and meta and meta.num_classes == classes and meta.head != "masked_patch":
-            kind = meta.head
+        if head is None and meta and meta.num_classes == classes and meta.has_classes:
+            kind = meta.class_head
         network = build_model(config, image_size=size, num_classes=classes, head=kind)
         initialise(network, seed=seed)
         if found is not None:

@@ -14,7 +14,15 @@ MOST_ROWS = 1200  # shown of a table
 _GROUPS: tuple[PictureGroup, ...] = ("evaluation", "data", "model", "paper")
 _ORDER = (  # within a group; others follow
     *("training_batch", "augmentation", "evaluation_grid", "worst_mistakes", "confusion_matrix", "confused_pairs"),
-    *("class_scores", "per_class", "reliability", "masked_patches", "attention_rollout", "attention_distance"),
+    *(
+        "class_scores",
+        "per_class",
+        "reliability",
+        "masked_patches",
+        "reconstructions",
+        "attention_rollout",
+        "attention_distance",
+    ),
     *("embedding_filters", "position_similarity"),
 )
 _MOST_FILE_BYTES = 30_000_000

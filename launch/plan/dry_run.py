@@ -10,6 +10,7 @@ from shardvit.data_shards.text import counted, show_duration
 from shardvit.launch.plan.plan_page import UNKNOWN, columns, engine_words, short
 from shardvit.launch.plan.shards import ShardsBefore, look
 from shardvit.model.formats.export import formats_of
+from shardvit.model.vocabulary import SELF_SUPERVISED
 from shardvit.pipeline.budget.cost import stage_cost
 from shardvit.pipeline.budget.length import stage_length
 from shardvit.pipeline.own_code.by_path import own_digests
@@ -81,7 +82,7 @@ def _column(
     plan, duration = length.plan, parse_duration(config.duration)
     total = plan.total_steps * plan.global_batch_images if length.known else None
     cost = stage_cost(recipe.model, stage=config, engine=recipe.engine, num_classes=classes or 1)
-    needs_classes = classes is None and config.head_kind != "masked_patch"
+    needs_classes = classes is None and config.head_kind not in SELF_SUPERVISED
 
     def steps(text: str, number: int) -> str:
         """A length in steps, or as written in the recipe if the training set's size is unknown."""

@@ -16,7 +16,7 @@ from shardvit.pipeline.budget.length import stage_length
 from shardvit.pipeline.budget.warnings import engine_warnings, stage_warnings
 from shardvit.pipeline.recipe.duration import parse_duration
 from shardvit.pipeline.recipe.schema import Recipe
-from shardvit.pipeline.recipe.stages.pretraining import MaskedPatchStage
+from shardvit.pipeline.recipe.stages.pretraining import SelfSupervisedStage
 from shardvit.pipeline.recipe.vocabulary import WEIGHT_BYTES, StageName
 
 DRIVER = Path("/proc/driver/nvidia/gpus")  # GPU/information for each GPU
@@ -105,7 +105,7 @@ def _shards(
 ) -> tuple[Shards, list[str]]:
     """Determine a stage's training set, with a sentence for each assumption."""
     config, problem = recipe.train_stage(stage), ""
-    takes_classes = not isinstance(config, MaskedPatchStage)
+    takes_classes = not isinstance(config, SelfSupervisedStage)
     remote = not all(is_local(each.shards) for each in config.train or ())
     if not (remote and num_images and num_classes):  # otherwise nothing needs downloading
         try:

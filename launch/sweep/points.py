@@ -222,7 +222,7 @@ def _shared(whole: Recipe, *, stage: StageName, root: Path) -> SharedStage | Non
     before = trained[: trained.index(stage)]
     if not before:
         return None
-    name = before[-1]  # masked_patch or pretrain: a recipe has one of them
+    name = before[-1]  # of those that begin a pipeline a recipe has one
     digest = recipe_digest(whole, stage=name)
     tree = whole.model_dump(mode="json", exclude_defaults=True)["stages"]
     recipe = changed_recipe(whole, name=f"{name}-{digest[:8]}", stages={name: tree[name]})

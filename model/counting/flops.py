@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from shardvit.model.config import ModelConfig, Regularisation
+from shardvit.model.config import DecoderConfig, ModelConfig, Regularisation, kept_patches
 from shardvit.model.counting.cost import (
     NOTHING,
     Chain,
@@ -88,14 +88,8 @@ def account(
     sizes = config.sizes
     patches = config.grid_size(image_size) ** 2
     prefix = config.prefix_tokens
-    tokens = prefix + max(1, int(patches * (1 - patch_dropout)))  # rounds down, but keeps one, as the model does
-    if sizes.resnet_layers is None:
-        first = embedding = _patch_embedding(image_size, 3, sizes)
-        chain = Chain()
-    else:
-        stem = stem_cost(sizes.resnet_layers, width_factor=sizes.resnet_width_factor, image_size=image_size)
-        first, chain = stem.first, stem.units
-        embedding = stem.ends + _patch_embedding(stem.size, stem.channels, sizes)
+    tokens = prefix + kept_patches(patches, mask_ratio=patch_dropout)
+    embedding, first, chain = _embedding(config, image_size=image_size)
     ends = (
         embedding
         + learned(prefix * sizes.width)  # class token and registers
@@ -106,6 +100,39 @@ def account(
     )
     chain = chain.then(_block(config, tokens=tokens), input_elements=tokens * sizes.width, times=sizes.depth)
     return _accounting(chain, ends=ends, first=first, tokens=tokens, every=checkpointed_every)
+
+
+def account_autoencoder(
+    config: ModelConfig, *, image_size: int, decoder: DecoderConfig, mask_ratio: float, checkpointed_every: int = 1
+) -> Accounting:
+    """Cost per image of `build_masked_autoencoder` in training; `tokens` are the encoder's."""
+    sizes, patches = config.sizes, config.grid_size(image_size) ** 2
+    prefix, kept = config.prefix_tokens, kept_patches(patches, mask_ratio=mask_ratio)
+    tokens, every, hidden = prefix + kept, prefix + patches, patches - kept
+    own = ModelConfig(width=decoder.width, depth=decoder.depth, heads=decoder.heads, patch_size=sizes.patch_size)
+    embedding, first, chain = _embedding(config, image_size=image_size)
+    ends = (
+        embedding
+        + learned(prefix * sizes.width)
+        + norm(tokens, sizes.width, kind=config.norm)
+        + linear(tokens, sizes.width, decoder.width)
+        + learned(decoder.width)
+        + norm(hidden, decoder.width, kind="layer")
+        + linear(hidden, decoder.width, 3 * sizes.patch_size**2)
+    )
+    chain = chain.then(_block(config, tokens=tokens), input_elements=tokens * sizes.width, times=sizes.depth)
+    chain = chain.then(_block(own, tokens=every), input_elements=every * decoder.width, times=decoder.depth)
+    return _accounting(chain, ends=ends, first=first, tokens=tokens, every=checkpointed_every)
+
+
+def _embedding(config: ModelConfig, *, image_size: int) -> tuple[Cost, Cost, Chain]:
+    """Cost of all before the tokens, that of its first convolution, and a hybrid's units."""
+    sizes = config.sizes
+    if sizes.resnet_layers is None:
+        first = _patch_embedding(image_size, 3, sizes)
+        return first, first, Chain()
+    stem = stem_cost(sizes.resnet_layers, width_factor=sizes.resnet_width_factor, image_size=image_size)
+    return stem.ends + _patch_embedding(stem.size, stem.channels, sizes), stem.first, stem.units
 
 
 def _accounting(chain: Chain, *, ends: Cost, first: Cost, tokens: int, every: int) -> Accounting:

@@ -116,8 +116,8 @@ def formats_of(meta: SavedModelMeta) -> tuple[list[ExportFormat], dict[ExportFor
 
 def export_objection(meta: SavedModelMeta, *, to: ExportFormat) -> str | None:
     """Why a format cannot hold this model with the same logits, or None."""
-    if meta.head == "masked_patch":
-        return "it is of the masked-patch stage and has no classes yet: fine-tune it first"
+    if not meta.has_classes:
+        return f"it is of the {meta.head.replace('_', '-')} stage and has no classes yet: fine-tune it first"
     if meta.model.custom is not None:
         return "it is own code, which no other program can build: its weights are in model.safetensors"
     match to:

@@ -176,10 +176,12 @@ def of_record(meta: SavedModelMeta, state: dict[str, Tensor], *, format: str) ->
         head="mlp" if meta.head == "mlp" else "linear",
         **{name: getattr(meta, name) for name in names},
     )
-    if meta.head != "masked_patch":
+    if meta.has_classes:
         return described
-    trunk = {name: value for name, value in state.items() if name != "mask_token" and not name.startswith("head.")}
-    note = "it is of the masked-patch stage: the mask token and the head for patches were left out"
+    own = ("mask_token", "head.", "decoder.")
+    trunk = {name: value for name, value in state.items() if not name.startswith(own)}
+    left = "the mask token and the head for patches" if meta.head == "masked_patch" else "the decoder"
+    note = f"it is of the {meta.head.replace('_', '-')} stage: {left} {'were' if left[-1] == 's' else 'was'} left out"
     return replace(described, state=trunk, num_classes=0, class_names=(), notes=(note,))
 
 

@@ -105,8 +105,8 @@ def _read(npz: _Npz, *, meta: SavedModelMeta | None, hints: UserHints) -> Extern
             of_head = (f"{layout.prefix}head/", f"{layout.prefix}pre_logits/")
             shapes = {name: shape for name, shape in shapes.items() if not name.startswith(of_head)}
         _refuse_lost_blocks(set(npz.names) - headers.keys(), depth=model.config.sizes.depth)
-    elif meta.head == "masked_patch":
-        raise ValueError("its record has the head masked_patch, which no file of Google's can have")
+    elif not meta.has_classes:
+        raise ValueError(f"its record has the head {meta.head}, which no file of Google's can have")
     else:
         model = of_record(meta, {}, format=f"Google's npz ({layout.code_base})")
     config = model.config

@@ -24,7 +24,7 @@ added to the content's before the softmax. Details that D.4 leaves open follow G
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from timm.models.vision_transformer import Attention
@@ -114,13 +114,16 @@ class SinCos2d(nn.Module):
 
     table: Tensor
 
-    def __init__(self, grid_size: int, width: int, *, num_prefix_tokens: int) -> None:
+    def __init__(
+        self, grid_size: int, width: int, *, num_prefix_tokens: int, law: Literal["big_vision", "mae"] = "big_vision"
+    ) -> None:
         super().__init__()
         self.num_prefix_tokens = num_prefix_tokens
+        self.law: Literal["big_vision", "mae"] = law
         self.register_buffer("table", self._table(grid_size, width), persistent=False)
 
     def _table(self, grid_size: int, width: int) -> Tensor:
-        grid = sincos_2d(grid_size, width)
+        grid = sincos_2d(grid_size, width, law=self.law)
         return torch.cat([grid.new_zeros(self.num_prefix_tokens, width), grid])
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -177,11 +180,12 @@ def make_position(config: ModelConfig, *, grid_size: int, depth: int) -> Positio
     return Position([made for made in tables if made is not None], at=config.position_at)
 
 
-def sincos_2d(grid_size: int, width: int) -> Tensor:
-    """big_vision's fixed embedding of a square grid, [grid_size^2, width], row by row, rounded from float64: a quarter
-    of the width each for sin x, cos x, sin y, cos y, with frequencies from 1 to 1 / 10000."""
+def sincos_2d(grid_size: int, width: int, *, law: Literal["big_vision", "mae"] = "big_vision") -> Tensor:
+    """Fixed embedding of a square grid, [grid_size^2, width], row by row, rounded from float64: a quarter of the width
+    each for sin x, cos x, sin y, cos y. big_vision's frequencies go from 1 to 1 / 10000, those of MAE's
+    `util/pos_embed.py` to just above it."""
     quarter = width // 4
-    exponent = torch.arange(quarter, dtype=torch.float64) / max(1, quarter - 1)
+    exponent = torch.arange(quarter, dtype=torch.float64) / (quarter if law == "mae" else max(1, quarter - 1))
     angles = torch.arange(grid_size, dtype=torch.float64)[:, None] * SINCOS_TEMPERATURE**-exponent
     waves = torch.cat([angles.sin(), angles.cos()], dim=1)
     columns = waves.expand(grid_size, -1, -1)

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from shardvit.model.config import ModelConfig
+from shardvit.model.config import DecoderConfig, ModelConfig
 from shardvit.model.saved.atomic import replaced_folder
 from shardvit.model.saved.timm_eva import eva_entry, eva_json, eva_objection, from_eva, to_eva
-from shardvit.model.vocabulary import EvalProtocol, HeadKind, LossKind
+from shardvit.model.vocabulary import EvalProtocol, HeadKind, LossKind, SelfSupervised
 
 if TYPE_CHECKING:
     from timm.models.vision_transformer import VisionTransformer
@@ -55,13 +55,23 @@ class SavedModelMeta(BaseModel):
     image_size: int = Field(gt=0)  # side in pixels, in training
     num_classes: int = Field(gt=0)
     class_names: tuple[str, ...]
-    head: Literal[HeadKind, "masked_patch"]  # masked_patch: from the self-supervised stage
+    head: HeadKind | SelfSupervised  # or the self-supervised stage that it is of
+    decoder: DecoderConfig | None = None  # of a masked autoencoder
     mean: tuple[float, float, float] = (0.5, 0.5, 0.5)  # per channel; pixels in [0, 1] become (x - mean) / std
     std: tuple[float, float, float] = (0.5, 0.5, 0.5)
     loss: LossKind = "softmax"  # probabilities: softmax of all logits, or sigmoid of each
     eval_protocol: EvalProtocol = "vit"  # resizing and cropping: `data_shards.images.transforms`
     eval_crop_share: float | None = Field(default=None, gt=0, le=1)
     ema_decay: float | None = Field(default=None, gt=0, lt=1)  # the weights are a moving average; None: as trained
+
+    @property
+    def has_classes(self) -> bool:
+        return self.head in ("mlp", "linear")
+
+    @property
+    def class_head(self) -> HeadKind:
+        """`head`, and linear for a model without classes."""
+        return "mlp" if self.head == "mlp" else "linear"
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Self:
@@ -141,12 +151,16 @@ def build_from_saved(folder: Path) -> tuple[SavedModelMeta, VisionTransformer | 
 
 def build_described(meta: SavedModelMeta) -> VisionTransformer | BitResnet:
     """Build a record's model, with placeholder weights."""
-    from shardvit.model.masked_patch import build_masked_patch
+    from shardvit.model.self_supervised.masked_autoencoder import build_masked_autoencoder
+    from shardvit.model.self_supervised.masked_patch import build_masked_patch
     from shardvit.model.vit import build_model
 
     if meta.head == "masked_patch":
         return build_masked_patch(meta.model, image_size=meta.image_size)
-    return build_model(meta.model, image_size=meta.image_size, num_classes=meta.num_classes, head=meta.head)
+    if meta.head == "masked_autoencoder":
+        decoder = meta.decoder or DecoderConfig()
+        return build_masked_autoencoder(meta.model, image_size=meta.image_size, decoder=decoder)
+    return build_model(meta.model, image_size=meta.image_size, num_classes=meta.num_classes, head=meta.class_head)
 
 
 def expected_shapes(meta: SavedModelMeta) -> dict[str, tuple[int, ...]]:

@@ -5,15 +5,16 @@ of the backward pass.
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 from shardvit.data_shards.images.size_phases import size_at
 from shardvit.model.config import ModelConfig
 from shardvit.model.counting.cost import VALUE_BYTES, linear
-from shardvit.model.counting.flops import account
-from shardvit.model.vocabulary import COLOURS
+from shardvit.model.counting.flops import account, account_autoencoder
+from shardvit.model.vocabulary import COLOURS, HeadKind
 from shardvit.pipeline.recipe.schema import EngineConfig, Recipe
 from shardvit.pipeline.recipe.stage_plan import StagePlan
+from shardvit.pipeline.recipe.stages.pretraining import MaskedAutoencoderStage
 from shardvit.pipeline.recipe.stages.train_stage import TrainStage
 from shardvit.pipeline.recipe.vocabulary import StageName
 
@@ -61,14 +62,23 @@ def stage_cost(model: ModelConfig, *, stage: TrainStage, engine: EngineConfig, n
     """Count the cost of one image in `stage`."""
     head, every = stage.head_kind, engine.checkpointed_every or 1
     masked = head == "masked_patch"
-    counted = account(
-        model.model_copy(update={"pool": "gap"}) if masked and model.pool == "map" else model,
-        image_size=stage.image_size,
-        num_classes=len(COLOURS) if masked else num_classes,
-        head="linear" if head == "masked_patch" else head,
-        patch_dropout=stage.patch_dropout,
-        checkpointed_every=every,
-    )
+    if isinstance(stage, MaskedAutoencoderStage):
+        counted = account_autoencoder(
+            model,
+            image_size=stage.image_size,
+            decoder=stage.decoder,
+            mask_ratio=stage.mask_ratio,
+            checkpointed_every=every,
+        )
+    else:
+        counted = account(
+            model.model_copy(update={"pool": "gap"}) if masked and model.pool == "map" else model,
+            image_size=stage.image_size,
+            num_classes=len(COLOURS) if masked else num_classes,
+            head=cast("HeadKind", "linear" if masked else head),
+            patch_dropout=stage.patch_dropout,
+            checkpointed_every=every,
+        )
     parameters, flops = counted.parameters, counted.training_flops
     kept, checkpointed = counted.activation_bytes, counted.checkpointed_activation_bytes
     depth = model.num_blocks if model.kind == "resnet" else model.sizes.depth
@@ -89,6 +99,9 @@ def stage_cost(model: ModelConfig, *, stage: TrainStage, engine: EngineConfig, n
         kept, checkpointed = kept + masks, checkpointed + masks * whole // max(1, depth)
     factor = 2.0 if engine.precision == "fp32" else _AUTOCAST if engine.backend == "accelerate" else 1.0
     hidden = 0 if model.kind == "resnet" else VALUE_BYTES * counted.tokens * model.sizes.mlp_dim
+    if isinstance(stage, MaskedAutoencoderStage):  # the decoder's blocks are the last
+        tokens = model.prefix_tokens + model.grid_size(stage.image_size) ** 2
+        hidden = VALUE_BYTES * tokens * 4 * stage.decoder.width
     convolutions = model.kind == "resnet" or model.sizes.resnet_layers is not None
     working = _WORKING_SHARE_OF_CONVOLUTIONS * checkpointed if convolutions else 0
     return StageCost(

@@ -126,7 +126,9 @@ def evaluate(
     kept = run_model(batches, task=task, faults=faults, use=use, keeps=keeps, own=measure, progress=progress)
     found = _Gathered(kept, ranks)
     answered = found.answered
-    values, record = {"val/loss": scores.mean_loss(answered), f"val/{task.score}": scores.share_right(answered)}, None
+    values, record = {"val/loss": scores.mean_loss(answered)}, None
+    if task.score != "loss":
+        values[f"val/{task.score}"] = scores.share_right(answered)
     if isinstance(task, Classification):
         classes = _per_class(found, task)
         values |= _class_metrics(found, classes, task=task, metrics=metrics, of=of)

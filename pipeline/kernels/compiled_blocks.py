@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from shardvit.data_shards.errors import UserError
+from shardvit.model.self_supervised.masked_autoencoder import MaskedAutoencoderVit
 from shardvit.pipeline.recipe.schema import Recipe
 from shardvit.pipeline.recipe.stages.train_stage import TrainStage
 
@@ -115,8 +116,11 @@ def compile_blocks(model: nn.Module, *, device: torch.device) -> CompiledBlocks:
 
 
 def transformer_blocks(model: nn.Module) -> list[nn.Module]:
-    """List the Transformer blocks, without a hybrid's ResNet units."""
-    return list(model.get_submodule("blocks").children())
+    """List the Transformer blocks, a decoder's last, without a hybrid's ResNet units."""
+    found = list(model.get_submodule("blocks").children())
+    if isinstance(model, MaskedAutoencoderVit):
+        found += model.decoder.blocks.children()
+    return found
 
 
 def _inductor(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:

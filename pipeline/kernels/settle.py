@@ -23,6 +23,7 @@ from torch import nn
 
 from shardvit.data_shards.errors import UserError
 from shardvit.model.positions.embedding import RelativeAttention
+from shardvit.model.self_supervised.masked_autoencoder import MaskedAutoencoderVit
 from shardvit.pipeline.kernels.attention import AttentionCase, attention_kernels, order_of
 from shardvit.pipeline.kernels.cache import keep_compiled_code
 from shardvit.pipeline.kernels.compiled_blocks import CompiledBlocks, compile_blocks, why_not_compiled
@@ -136,8 +137,11 @@ def _attention_cases(
     lengths = [
         tokens(model, patches=patches, patch_dropout=rate)
         for patches in (*smaller, model.patch_embed.num_patches)
-        for rate in (config.patch_dropout, 0.0)
+        for rate in (getattr(config, "mask_ratio", config.patch_dropout), 0.0)
     ]
+    sequences = [(attention, length) for length in dict.fromkeys(lengths)]
+    if isinstance(model, MaskedAutoencoderVit):
+        sequences.append((model.get_submodule("decoder.blocks.0.attn"), lengths[-1]))
     return [
         AttentionCase(
             device="cuda" if on_gpu else "cpu",
@@ -149,7 +153,7 @@ def _attention_cases(
             capability=torch.cuda.get_device_capability(device) if on_gpu else (0, 0),
             cudnn=(torch.backends.cudnn.version() or 0) if on_gpu and torch.version.hip is None else 0,
         )
-        for length in dict.fromkeys(lengths)
+        for attention, length in sequences
     ]
 
 

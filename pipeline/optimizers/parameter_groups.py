@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from shardvit.pipeline.recipe.optimizer import OptimizerConfig
 from shardvit.pipeline.recipe.vocabulary import OptimizerName
 
-_EMBEDDED = ("pos_embed", "position.", "cls_token", "reg_token", "mask_token")  # as in timm: no decay, layer 0
+_EMBEDDED = ("pos_embed", "position.", "cls_token", "reg_token", "mask_token", "decoder.mask_token")
+"""As in timm: no decay, layer 0."""
+_TOKENS = ("cls_token", "mask_token")
 _DIMENSIONS_QKV = 4  # of flax's kernels of q, k and v: which, heads, channels of a head, inputs
 _EMBEDDING = ("patch_embed.", "stem.")  # reads the pixels: not for Muon
 
@@ -37,6 +39,7 @@ def parameter_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str
             continue
         decays = name in kernels if config.weight_decay_on == "kernels" else _is_matrix(name, parameter)
         decays = decays and name not in exempt
+        decays = decays or (config.weight_decay_on == "matrices_and_tokens" and name.endswith(_TOKENS))
         own = config.head_weight_decay if name == head_kernel else None
         decay = (config.weight_decay if own is None else own) if decays else 0.0
         scale = config.layer_decay ** (last - layers.get(name, last)) * (

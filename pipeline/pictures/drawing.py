@@ -55,8 +55,9 @@ def drawers(moment: Moment) -> Sequence[Drawer]:
         case "end":
             from shardvit.pipeline.pictures.masked_patches import draw_masked_patches
             from shardvit.pipeline.pictures.paper.model_figures import draw_paper_figures
+            from shardvit.pipeline.pictures.reconstructions import draw_reconstructions
 
-            return (draw_paper_figures, draw_masked_patches)
+            return (draw_paper_figures, draw_masked_patches, draw_reconstructions)
 
 
 def draw(request: DrawRequest, *, moment: Moment, say: Say) -> None:

@@ -71,8 +71,8 @@ def fill_in(request: DrawRequest) -> FilledIn | None:
     """Predict held-out images; None if none is readable. UserError: the set does not open; ValueError: no model."""
     import torch
 
-    from shardvit.model.masked_patch import colour_classes
     from shardvit.model.saved.model_folder import build_from_saved
+    from shardvit.model.self_supervised.masked_patch import colour_classes
     from shardvit.pipeline.stage.pixels import model_input
     from shardvit.pipeline.tasks.patch_corruption import corruption_held_out
 
@@ -104,33 +104,39 @@ def colour_of(classes: Numbers) -> Pixels:
 def _cells(filled: FilledIn, row: int) -> list[Cell]:
     image, source, corrupted = filled.images[row], filled.source[row], filled.corrupted[row]
     grid = round(len(source) ** 0.5)
-    scale = max(1, -(-_PATCH_PIXELS * grid // len(image)))
-    patches = _to_patches(image.repeat(scale, axis=0).repeat(scale, axis=1), grid)
+    patches = to_patches(enlarged(image, grid=grid), grid)
     seen, predicted, true = (patches.copy() for _ in range(3))
     for patch in corrupted.tolist():
         if source[patch] == len(source):
-            seen[patch] = _hatched(patches.shape[1])
+            seen[patch] = hatched(patches.shape[1])
         elif source[patch] != patch:
             seen[patch] = _framed(patches[source[patch]])
     predicted[corrupted] = colour_of(filled.predicted[row])[:, None, None]
     true[corrupted] = colour_of(filled.true[row])[:, None, None]
     right = f"{int(filled.right[row].sum())} of {len(corrupted)} right"
-    shown = (_to_image(each, grid) for each in (patches, seen, predicted, true))
+    shown = (to_image(each, grid) for each in (patches, seen, predicted, true))
     return [Cell(each, (right,) if number == 2 else ()) for number, each in enumerate(shown)]
 
 
-def _to_patches(image: Pixels, grid: int) -> Pixels:
+def enlarged(image: Pixels, *, grid: int) -> Pixels:
+    """Enlarge [S, S, 3] by a whole number, so that frames and hatches of its patches are visible."""
+    scale = max(1, -(-_PATCH_PIXELS * grid // len(image)))
+    return image.repeat(scale, axis=0).repeat(scale, axis=1)
+
+
+def to_patches(image: Pixels, grid: int) -> Pixels:
     """Reshape [S, S, 3] to [N, P, P, 3], row by row."""
     side = len(image) // grid
     return image.reshape(grid, side, grid, side, 3).swapaxes(1, 2).reshape(grid * grid, side, side, 3)
 
 
-def _to_image(patches: Pixels, grid: int) -> Pixels:
+def to_image(patches: Pixels, grid: int) -> Pixels:
+    """Reshape [N, P, P, 3], row by row, to [S, S, 3]."""
     side = patches.shape[1]
     return patches.reshape(grid, grid, side, side, 3).swapaxes(1, 2).reshape(grid * side, grid * side, 3)
 
 
-def _hatched(side: int) -> Pixels:
+def hatched(side: int) -> Pixels:
     """Make stripes, which cannot be mistaken for a photograph."""
     across, down = np.meshgrid(np.arange(side), np.arange(side))
     is_stripe = (across + down) % 8 < 3

@@ -35,7 +35,7 @@ from shardvit.pipeline.ranks.place import Place
 from shardvit.pipeline.recipe.schema import Recipe
 from shardvit.pipeline.recipe.stage_plan import StagePlan, plan_stage
 from shardvit.pipeline.recipe.stages.augment import AugmentConfig
-from shardvit.pipeline.recipe.stages.pretraining import MaskedPatchStage
+from shardvit.pipeline.recipe.stages.pretraining import SelfSupervisedStage
 from shardvit.pipeline.recipe.vocabulary import StageName
 from shardvit.pipeline.runs.pictures import DrawRequest, Picture, kept_pictures
 from shardvit.pipeline.runs.run_folder import RunFolder
@@ -189,7 +189,7 @@ def batch_pictures(
         )
     if config.target_threshold is not None:
         mixed += f" The loss counts in full each class with more than {whole_percent(config.target_threshold)}."
-    no_labels = " Labels are not used in this stage." if isinstance(config, MaskedPatchStage) else ""
+    no_labels = " Labels are not used in this stage." if isinstance(config, SelfSupervisedStage) else ""
     count = f"The first {len(batch.images)} of {config.global_batch_size:,} images of the"
     after = f"after {counted(step, 'step')}"
     picture = Picture(

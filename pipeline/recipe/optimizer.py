@@ -33,9 +33,9 @@ class OptimizerConfig(Strict):
     weight_decay_unit: Literal["lr", "schedule"] = "lr"
     """lr: multiply decay by the learning rate (ViT paper, torch). schedule: by the schedule only (1 at the peak),
     without layer and head factors (big_vision)."""
-    weight_decay_on: Literal["kernels", "matrices"] = "kernels"
+    weight_decay_on: Literal["kernels", "matrices", "matrices_and_tokens"] = "kernels"
     """kernels: linear and convolution kernels (big_vision). matrices: all parameters with two or more dimensions,
-    such as the probe of attention pooling, except positions and tokens (timm)."""
+    such as the probe of attention pooling, except positions and tokens (timm), or except positions alone (MAE)."""
     head_weight_decay: float | None = Field(default=None, ge=0)
     """Weight decay of the last layer's kernel; null: weight_decay. ViT-g uses 100 times weight_decay."""
     betas: tuple[_Share, _Share] = (0.9, 0.999)

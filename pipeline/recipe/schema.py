@@ -11,7 +11,7 @@ from shardvit.pipeline.recipe.data import MOST_LANES, DataConfig
 from shardvit.pipeline.recipe.duration import Strict
 from shardvit.pipeline.recipe.stages.finetuning import Stages
 from shardvit.pipeline.recipe.stages.image_growth import ImageGrowth, growth_of
-from shardvit.pipeline.recipe.stages.pretraining import MaskedPatchStage
+from shardvit.pipeline.recipe.stages.pretraining import MaskedAutoencoderStage, SelfSupervisedStage
 from shardvit.pipeline.recipe.stages.train_stage import MOST_SECONDS, TrainStage
 from shardvit.pipeline.recipe.vocabulary import OPTIMIZERS, AttentionKernel, SinkName, StageName
 
@@ -257,7 +257,7 @@ class Recipe(Strict):
         for name, stage in stages.items():
             yield from self.engine.problems_in(stage, key=f"stages.{name}")
             yield from self._model_problems(stage, key=f"stages.{name}")
-        if self.tracking.register_as is not None and isinstance([*stages.values()][-1], MaskedPatchStage):
+        if self.tracking.register_as is not None and isinstance([*stages.values()][-1], SelfSupervisedStage):
             yield (
                 "tracking.register_as: the last stage's model predicts masked patches and knows no classes: add "
                 "stages.finetune, or leave register_as out"
@@ -270,7 +270,7 @@ class Recipe(Strict):
             )
 
     def _model_problems(self, stage: TrainStage, *, key: str) -> Iterator[str]:
-        size, masked = stage.image_size, isinstance(stage, MaskedPatchStage)
+        size, masked = stage.image_size, isinstance(stage, SelfSupervisedStage)
         try:
             grid = self.model.grid_size(size)
         except ValueError as error:
@@ -305,6 +305,18 @@ class Recipe(Strict):
                 f"{key}.image_size: {size} pixels are a single patch, with no others to predict it from: take "
                 f"{2 * size}, or smaller patches"
             )
+        if isinstance(stage, MaskedAutoencoderStage) and self.model.kind == "vit":
+            yield from self._autoencoder_problems(key)
+
+    def _autoencoder_problems(self, key: str) -> Iterator[str]:
+        model = self.model
+        if model.position not in ("learned_1d", "sincos_2d") or model.position_at != "stem" or model.rope != "none":
+            yield (
+                f"{key} needs positions that are added once, before patches are left out: take model.position "
+                f"learned_1d or sincos_2d, not {model.position} at {model.position_at}, and no rope"
+            )
+        if self.model.sizes.width % 4:
+            yield f"{key} has fixed positions, which need a model.width that 4 divides, not {self.model.sizes.width}"
 
     def _growth_problems(self, growth: ImageGrowth, *, key: str, masked: bool) -> Iterator[str]:
         if self.model.custom is not None:

@@ -11,11 +11,11 @@ from shardvit.data_shards.order.repeats import check_repeats
 from shardvit.data_shards.order.sample_order import check_sizes, check_world_size
 from shardvit.data_shards.text import counted
 from shardvit.data_shards.vocabulary import LabelKind
+from shardvit.pipeline.recipe.data import FewShotConfig
 from shardvit.pipeline.recipe.duration import in_steps, parse_duration
 from shardvit.pipeline.recipe.optimizer import Schedule
 from shardvit.pipeline.recipe.schema import Recipe
 from shardvit.pipeline.recipe.stages.image_growth import growth_of
-from shardvit.pipeline.recipe.stages.pretraining import PretrainStage
 from shardvit.pipeline.recipe.stages.train_stage import RollbackConfig, TrainStage
 from shardvit.pipeline.recipe.vocabulary import OF_ONE_LABEL, OF_SEVERAL_LABELS, EvalMetric, StageName
 
@@ -129,7 +129,7 @@ def plan_stage(recipe: Recipe, *, stage: StageName, samples_per_epoch: int, worl
     steps = partial(steps, of=total)
     warmup, cooldown = steps(config.schedule.warmup), steps(config.schedule.cooldown)
     unmasked, evaluation = steps(config.unmasked_finish), steps(config.eval_every)
-    few_shot_sets = config.few_shot if isinstance(config, PretrainStage) else ()
+    few_shot_sets: tuple[FewShotConfig, ...] = getattr(config, "few_shot", ())
     plan = StagePlan(
         world_size=world_size,
         global_batch_images=batch,
@@ -211,7 +211,7 @@ def _check_lengths(plan: StagePlan, config: TrainStage, *, stage: StageName) -> 
             "left for patch_dropout: make it shorter"
         )
     for number, every in enumerate(plan.few_shot_steps):
-        given = config.few_shot[number].every if isinstance(config, PretrainStage) else None
+        given = getattr(config, "few_shot")[number].every  # noqa: B009
         if given is not None and 0 < every < (plan.eval_steps or total):
             raise UserError(
                 f"stages.{stage}.few_shot.{number}.every takes {every} steps and eval_every {plan.eval_steps}: it is "

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-StageName = Literal["masked_patch", "pretrain", "swap_head", "finetune"]
+StageName = Literal["masked_patch", "masked_autoencoder", "pretrain", "swap_head", "finetune"]
 ALL_STAGES: tuple[StageName, ...] = get_args(StageName)
 SinkName = Literal["mlflow", "tensorboard", "wandb"]  # tracking services; NAME.json of the run and each stage: progress
 
@@ -127,7 +127,11 @@ class Metric:
 
 
 METRICS: dict[str, Metric] = {
-    "train/loss": Metric("nats", "mean loss of the steps since the last point, over all ranks"),
+    "train/loss": Metric(
+        "nats",
+        "mean loss of the steps since the last point, over all ranks; masked autoencoder: mean squared error of the "
+        "hidden patches' pixels",
+    ),
     "train/top1": Metric("share", "top-1 on augmented images; a mixed image counts by the predicted class's share"),
     "train/accuracy": Metric("share", "masked patch prediction: share of patches with the right colour, as train/loss"),
     "train/teacher_agreement": Metric(
@@ -168,7 +172,9 @@ METRICS: dict[str, Metric] = {
     "perf/data_wait_frac": Metric("share", "share of the time behind perf/images_per_s that rank 0 waited for batches"),
     "perf/save_stall_frac": Metric("share", "share of this attempt's time that training waited for checkpoints"),
     "perf/slowest_rank_ratio": Metric("ratio", "own time per step of the slowest rank over that of the median rank"),
-    "val/loss": Metric("nats", "mean loss on the held-out set, without label smoothing"),
+    "val/loss": Metric(
+        "nats", "mean loss on the held-out set, without label smoothing; masked autoencoder: as train/loss"
+    ),
     "val/top1": Metric("share", "top-1 accuracy on the held-out set"),
     "val/balanced_accuracy": Metric("share", "images with one label: mean of the per-class top-1"),
     "val/commonest_class_share": Metric("share", "images in the most common class: val/top1 of always predicting it"),

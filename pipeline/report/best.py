@@ -23,7 +23,7 @@ def show_score(results: Mapping[str, float], key: str) -> str:
         "commonest class": f"{group}/commonest_class_share",
     }
     known = ", ".join(f"{name} {results[each]:.4f}" for name, each in beside.items() if each in results)
-    name = SCORES[f"val/{metric.removeprefix('ema_')}"]
+    name = _NAMES[f"val/{metric.removeprefix('ema_')}"]
     return f"{name} {results[key]:.4f}" + (f" ({known})" if known else "")
 
 
@@ -56,10 +56,11 @@ def describe_best(results: Mapping[str, float], *, stage: str, checkpoints: Path
 def describe_results(folder: RunFolder, *, stage: StageName) -> str:
     """Describe a finished stage's final and best scores, for the "done" line; "" for swap_head."""
     record = folder.peek(stage)
-    for key in SCORES:
+    for key in (*SCORES, "val/loss"):  # a masked autoencoder has no other score
         if key in record.results:
             shown = f", held-out {show_score(record.results, key)}"
-            for other in (other for other in AVERAGES_SCORES if other in record.results):
+            averages = AVERAGES_SCORES if key in SCORES else ("val/ema_loss",)
+            for other in (other for other in averages if other in record.results):
                 shown += f", {show_score(record.results, other)} with the moving average of the weights"
             best = describe_best(record.results, stage=stage, checkpoints=folder.checkpoints(stage))
             return f"{shown} after {record.images_seen:,} images" + (f"; {best}" if best else "")

@@ -249,14 +249,15 @@ class Report:
     def evaluation(self, state: TrainState) -> None:
         found = state.evaluation
         self._record(state, found)
-        own = next(key for key in found if key in SCORES)
-        said = f"held-out loss {found['val/loss']:.4f}, {show_score(found, own)} of {found['val/images']:,.0f} images"
-        for key in found:
-            if key in AVERAGES_SCORES:
-                said += f"; moving average: loss {found['val/ema_loss']:.4f}, {show_score(found, key)}"
+        own = next((key for key in found if key in SCORES), "")  # a masked autoencoder has none
+        shown = "".join(f", {show_score(found, key)}" for key in [own] if key)
+        said = f"held-out loss {found['val/loss']:.4f}{shown} of {found['val/images']:,.0f} images"
+        if "val/ema_loss" in found:
+            shown = "".join(f", {show_score(found, key)}" for key in found if key in AVERAGES_SCORES)
+            said += f"; moving average: loss {found['val/ema_loss']:.4f}{shown}"
         for key in found:
             group, _, metric = key.partition("/")
-            if group.startswith("val_") and f"val/{metric}" in SCORES:
+            if group.startswith("val_") and (f"val/{metric}" in SCORES or (not own and metric == "loss")):
                 said += f"; {group.removeprefix('val_')}: {show_score(found, key)}"
             if group == "val" and key not in METRICS and not metric.startswith(("ema_", "fewshot_")):  # the user's own
                 said += f"; {metric} {found[key]:.4f}"

@@ -12,9 +12,10 @@ from shardvit.data_shards.text import named
 from shardvit.data_shards.vocabulary import GOOGLES, Normalisation
 from shardvit.model.config import ModelConfig
 from shardvit.model.saved.model_folder import WEIGHTS_FILE, SavedModelMeta
-from shardvit.model.vocabulary import COLOURS
+from shardvit.model.vocabulary import COLOURS, PIXELS
 from shardvit.pipeline.recipe.schema import Recipe
 from shardvit.pipeline.recipe.sources import record_elsewhere
+from shardvit.pipeline.recipe.stages.pretraining import MaskedAutoencoderStage
 from shardvit.pipeline.recipe.vocabulary import StageName
 
 
@@ -32,13 +33,15 @@ def stage_model(
 ) -> SavedModelMeta:
     """Make the record of a training stage's model; without `classes` and `start`, before its data are known."""
     config = recipe.train_stage(stage)
-    outputs = COLOURS if config.head_kind == "masked_patch" else classes
+    known = {"masked_patch": COLOURS, "masked_autoencoder": PIXELS}
+    outputs = known.get(config.head_kind, classes)
     return SavedModelMeta(
         model=recipe.model,
         image_size=config.image_size,
         num_classes=len(outputs),
         class_names=tuple(outputs),
         head="linear" if recipe.model.custom else config.head_kind,
+        decoder=config.decoder if isinstance(config, MaskedAutoencoderStage) else None,
         mean=start.normalisation.mean,
         std=start.normalisation.std,
         loss=config.loss_kind,

@@ -21,7 +21,7 @@ from shardvit.pipeline.recipe.data import FewShotConfig, ShardsConfig
 from shardvit.pipeline.recipe.roles import missing_paths
 from shardvit.pipeline.recipe.schema import Recipe
 from shardvit.pipeline.recipe.stage_plan import StagePlan, chosen_metrics
-from shardvit.pipeline.recipe.stages.pretraining import MaskedPatchStage, PretrainStage
+from shardvit.pipeline.recipe.stages.pretraining import MaskedAutoencoderStage, PretrainStage, SelfSupervisedStage
 from shardvit.pipeline.recipe.stages.train_stage import TrainStage
 from shardvit.pipeline.recipe.vocabulary import OWN_SET, EvalMetric, StageName
 from shardvit.pipeline.runs.run_folder import RunFolder, StageRecord
@@ -102,9 +102,9 @@ class Stage:
 
 
 def few_shot_of(recipe: Recipe, *, stage: StageName) -> tuple[FewShotConfig, ...]:
-    """Few-shot sets of a stage; only pretrain has any."""
+    """Few-shot sets of a stage; only pretrain and masked_autoencoder have any."""
     config = getattr(recipe.stages, stage)
-    return config.few_shot if isinstance(config, PretrainStage) else ()
+    return config.few_shot if isinstance(config, PretrainStage | MaskedAutoencoderStage) else ()
 
 
 def shards_spec(config: ShardsConfig, *, manifests: Mapping[str, str] = MappingProxyType({})) -> ShardsSpec:
@@ -189,7 +189,7 @@ def open_data(
     for shards in (data.train, *data.held_out.values()):
         _demand_few_lost(shards, max_share=recipe.data.max_corrupt_share)
     _demand_apart(data, config=config, stage=stage)
-    if not isinstance(config, MaskedPatchStage):  # which ignores labels
+    if not isinstance(config, SelfSupervisedStage):  # which ignores labels
         for name, each in data.held_out.items():
             key = "eval" if name == OWN_SET else f"also_eval.{name}"
             _demand_like_labels(data.train, each, config=config, stage=stage, key=key)
@@ -235,7 +235,7 @@ def _demand_like_labels(train: ShardSet, held_out: ShardSet, *, config: TrainSta
 
 def asked_metrics(config: TrainStage, *, shards: ShardSet, stage: StageName) -> tuple[EvalMetric, ...]:
     """List a held-out set's metrics besides loss and score; UserError if one is meaningless for its labels."""
-    if isinstance(config, MaskedPatchStage):
+    if isinstance(config, SelfSupervisedStage):
         return ()
     return chosen_metrics(
         config.built_in_metrics,

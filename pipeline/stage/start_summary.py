@@ -28,10 +28,11 @@ def describe_start(
     """Describe the stage line by line; `notes`: about kernels."""
     recipe, config, data, plan = stage.recipe, stage.config, stage.data, stage.plan
     engine, head, count = recipe.engine, config.head_kind, len(task.outputs)
-    yield f"{stage.name}: {shown(config.image_size)}, {count} {task.kind_of_output}; {plan.describe()}"
+    outputs = task.kind_of_output if head == "masked_autoencoder" else f"{count} {task.kind_of_output}"
+    yield f"{stage.name}: {shown(config.image_size)}, {outputs}; {plan.describe()}"
     if plan.size_phases:
         yield f"{stage.name}: images grow: {plan.describe_sizes()}; evaluated at {config.image_size} px"
-    if head != "masked_patch":
+    if head == "mlp" or head == "linear":
         cost = account(
             recipe.model,
             image_size=config.image_size,

@@ -65,7 +65,7 @@ class Task(Protocol):
     @property
     def kind_of_output(self) -> str: ...
     @property
-    def score(self) -> str: ...  # top1 or accuracy, logged as val/SCORE
+    def score(self) -> str: ...  # top1 or accuracy, logged as val/SCORE; loss: there is none
     @property
     def train_metric(self) -> str: ...  # train/SCORE: `train_score`
     def example(self, batch: Batch, *, use: Use) -> Example: ...

@@ -11,13 +11,14 @@ from shardvit.model.loss import LossFunction, loss_function
 from shardvit.pipeline.engine.base import Engine
 from shardvit.pipeline.own_code.by_path import OwnCode, load_own, shown
 from shardvit.pipeline.recipe.schema import Recipe
-from shardvit.pipeline.recipe.stages.pretraining import MaskedPatchStage
+from shardvit.pipeline.recipe.stages.pretraining import MaskedAutoencoderStage, MaskedPatchStage
 from shardvit.pipeline.recipe.stages.train_stage import TrainStage
 from shardvit.pipeline.recipe.vocabulary import StageName
 from shardvit.pipeline.stage.stage_data import StageData
 from shardvit.pipeline.stage.task import Classification, Task
 from shardvit.pipeline.tasks.distillation import Distillation
 from shardvit.pipeline.tasks.patch_corruption import MaskedPatches
+from shardvit.pipeline.tasks.patch_reconstruction import PatchReconstruction
 from shardvit.pipeline.using.teacher import Teacher
 
 
@@ -34,6 +35,15 @@ def make_task(
     config = recipe.train_stage(stage)
     if isinstance(config, MaskedPatchStage):
         return MaskedPatches(engine=engine, seed=recipe.seed, patch_size=recipe.model.sizes.patch_size)
+    if isinstance(config, MaskedAutoencoderStage):
+        return PatchReconstruction(
+            engine=engine,
+            seed=recipe.seed,
+            patch_size=recipe.model.sizes.patch_size,
+            mask_ratio=config.mask_ratio,
+            target=config.target,
+            normalisation=normalisation,
+        )
     kind: Any = load_own(config.task) if config.task else Classification
     if teacher is not None:
         precision, device = recipe.engine.precision, engine.device

@@ -1,4 +1,4 @@
-"""Masked patch prediction as a task: which patches are corrupted, and their colours. See `model.masked_patch`."""
+"""Masked patch prediction as a task: corrupted patches and their colours. See `model.self_supervised.masked_patch`."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from shardvit.data_shards.loading.batch import Batch
 from shardvit.data_shards.order.randomness import uniforms
 from shardvit.data_shards.vocabulary import GOOGLES, RandomStream
 from shardvit.model.loss import image_losses, softmax_cross_entropy
-from shardvit.model.masked_patch import colour_classes
+from shardvit.model.self_supervised.masked_patch import colour_classes
 from shardvit.model.vocabulary import COLOURS
 from shardvit.pipeline.engine.base import Engine
 from shardvit.pipeline.stage.pixels import flipped, normalised, to_device
@@ -21,7 +21,7 @@ _MASK_SHARE, _OTHER_SHARE = 0.8, 0.1  # of the corrupted patches; the rest keep 
 
 @dataclass
 class MaskedPatches:
-    """Predict the mean colour of each corrupted patch from the others: see `model.masked_patch`."""
+    """Predict the mean colour of each corrupted patch from the others: see `model.self_supervised.masked_patch`."""
 
     engine: Engine
     seed: int

@@ -21,7 +21,7 @@ from shardvit.pipeline.budget.cost import phase_costs
 from shardvit.pipeline.recipe.io import flatten
 from shardvit.pipeline.recipe.schema import Recipe
 from shardvit.pipeline.recipe.stages.image_growth import shown
-from shardvit.pipeline.recipe.stages.pretraining import MaskedPatchStage, PretrainStage
+from shardvit.pipeline.recipe.stages.pretraining import PretrainStage, SelfSupervisedStage
 from shardvit.pipeline.recipe.stages.train_stage import TrainStage
 from shardvit.pipeline.recipe.vocabulary import MLFLOW_FACTS_FILE, RECIPE_FILE, REPLACED_FOLDER, StageName
 from shardvit.pipeline.runs.run_folder import RunFolder
@@ -35,7 +35,12 @@ if TYPE_CHECKING:
 _STAGES = "stages."
 _ABSENT = "None"
 _LONGEST_PART = 60  # of a run's name
-_KINDS = {"masked_patch": "Masked patch prediction", "pretrain": "Pre-training", "finetune": "Fine-tuning"}
+_KINDS = {
+    "masked_patch": "Masked patch prediction",
+    "masked_autoencoder": "A masked autoencoder",
+    "pretrain": "Pre-training",
+    "finetune": "Fine-tuning",
+}
 
 
 def model_slug(config: ModelConfig) -> str:
@@ -110,7 +115,7 @@ def stage_datasets(
 
 
 def plan_params(recipe: Recipe, stage: StageName, *, plan: StagePlan, classes: int) -> dict[str, str]:
-    """Return params for steps, batches and model cost (not for masked patches, whose head is not counted)."""
+    """Return params for steps, batches and model cost (not without labels, where the head is another)."""
     config = recipe.train_stage(stage)
     images = plan.total_steps * plan.global_batch_images
     params = {
@@ -122,7 +127,7 @@ def plan_params(recipe: Recipe, stage: StageName, *, plan: StagePlan, classes: i
         "plan.accumulation_steps": str(plan.accumulation_steps),
         "plan.classes": str(classes),
     }
-    if isinstance(config, MaskedPatchStage):
+    if isinstance(config, SelfSupervisedStage):
         return params
     cost = account(
         recipe.model,

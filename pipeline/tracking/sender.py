@@ -15,6 +15,7 @@ from itertools import islice
 from pathlib import Path
 
 from shardvit.data_shards.safe_paths import is_inside
+from shardvit.model.vocabulary import SELF_SUPERVISED
 from shardvit.pipeline.recipe.schema import Recipe
 from shardvit.pipeline.recipe.vocabulary import (
     CORRUPT_SAMPLES_FILE,
@@ -249,7 +250,7 @@ class Sender:
 
     def _model(self, each: _Followed, stage: StageName) -> Iterator[_Item]:
         folder, recipe = self._folder, self._recipe
-        is_last = stage == recipe.stages.names[-1] and stage not in ("masked_patch", "swap_head")
+        is_last = stage == recipe.stages.names[-1] and stage not in (*SELF_SUPERVISED, "swap_head")
         record = folder.peek(stage)
 
         def send(run_id: str) -> None:

@@ -1,4 +1,4 @@
-"""Run the paper's stages: masked_patch or pretrain, swap_head, finetune.
+"""Run the paper's stages: masked_patch, masked_autoencoder or pretrain, then swap_head, finetune.
 
 A stage takes only `STAGE/model/` from the previous one: no optimizer state, learning rate or clipping.
 With `init: WEIGHTS`, loaded weights take the place of random ones.
@@ -11,6 +11,7 @@ With `init: WEIGHTS`, loaded weights take the place of random ones.
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from typing import cast
 
 import torch
 from torch import nn
@@ -21,11 +22,14 @@ from shardvit.data_shards.images.decode import require_decoder
 from shardvit.data_shards.vocabulary import Normalisation
 from shardvit.model.init import initialise
 from shardvit.model.layers.head import replace_head
-from shardvit.model.masked_patch import MaskedPatchVit, build_masked_patch, classifier_of
 from shardvit.model.own.custom import build_custom, measure, replace_own_head, resized_own_state
 from shardvit.model.positions.interpolation import resize_state
 from shardvit.model.saved.model_folder import build_from_saved, load_model, save_model
+from shardvit.model.self_supervised import masked_autoencoder, masked_patch
+from shardvit.model.self_supervised.masked_autoencoder import MaskedAutoencoderVit, build_masked_autoencoder
+from shardvit.model.self_supervised.masked_patch import MaskedPatchVit, build_masked_patch
 from shardvit.model.vit import build_model, takes_other_sizes
+from shardvit.model.vocabulary import HeadKind
 from shardvit.pipeline.checkpoint.train_state import TrainState
 from shardvit.pipeline.engine.saved_state.frozen import freeze
 from shardvit.pipeline.own_code.by_path import shown
@@ -33,7 +37,7 @@ from shardvit.pipeline.recipe.schema import Recipe
 from shardvit.pipeline.recipe.stage_plan import plan_stage
 from shardvit.pipeline.recipe.stages.finetuning import FinetuneStage
 from shardvit.pipeline.recipe.stages.image_growth import growth_of
-from shardvit.pipeline.recipe.stages.pretraining import MaskedPatchStage, PretrainStage
+from shardvit.pipeline.recipe.stages.pretraining import MaskedAutoencoderStage, PretrainStage, SelfSupervisedStage
 from shardvit.pipeline.recipe.stages.train_stage import TrainStage
 from shardvit.pipeline.recipe.vocabulary import StageName
 from shardvit.pipeline.report.reporter import attempt_events, attempt_log
@@ -90,12 +94,14 @@ def _built(recipe: Recipe, config: TrainStage, *, num_classes: int) -> nn.Module
     size, regularisation = config.image_size, config.regularisation
     if config.head_kind == "masked_patch":
         return build_masked_patch(recipe.model, image_size=size, regularisation=regularisation)
+    if isinstance(config, MaskedAutoencoderStage):
+        return build_masked_autoencoder(recipe.model, image_size=size, decoder=config.decoder)
     try:
         return build_model(
             recipe.model,
             image_size=size,
             num_classes=num_classes,
-            head=config.head_kind,
+            head=cast("HeadKind", config.head_kind),
             regularisation=regularisation,
             seed=recipe.seed,
         )
@@ -110,7 +116,7 @@ def initial_model(
     recipe, folder = context.recipe, context.folder
     model = build_stage_model(recipe, config, num_classes=len(outputs))
     if not isinstance(config, FinetuneStage) or config.start == "scratch":
-        assert isinstance(config, MaskedPatchStage | PretrainStage | FinetuneStage)
+        assert isinstance(config, SelfSupervisedStage | PretrainStage | FinetuneStage)
         head_bias = config.head_bias if isinstance(config, PretrainStage) else 0.0
         if recipe.model.custom is None:
             initialise(model, seed=recipe.seed, head_bias=head_bias, style=config.init_style)
@@ -168,7 +174,7 @@ def swap_head(context: StageContext) -> None:
     classes = open_data(recipe, stage="finetune", report=context.say, commands="run", manifests=kept).train.classes
     source = model_from_elsewhere(recipe)
     if source is None:
-        source = check_model(folder, stage="masked_patch" if recipe.stages.masked_patch else "pretrain")
+        source = check_model(folder, stage=recipe.stages.first or "pretrain")
     folder.update("swap_head", state="running", inputs={"weights": weights_digest(source)})
     with (
         attempt_log(context, stage="swap_head") as log,
@@ -181,13 +187,15 @@ def swap_head(context: StageContext) -> None:
         check_kept_head(recipe, before=old.class_names, classes=classes, head=old.head)
         keeps = recipe.stages.swap_head is not None and recipe.stages.swap_head.head == "kept"
         dropped = 0 if keeps else _num_parameters(model.get_submodule("head"))
+        new = {"config": old.model, "image_size": old.image_size, "num_classes": len(classes), "seed": recipe.seed}
         if keeps:
             pass  # head and all
         elif isinstance(model, MaskedPatchVit):
             dropped += model.mask_token.numel()
-            model = classifier_of(
-                model, config=old.model, image_size=old.image_size, num_classes=len(classes), seed=recipe.seed
-            )
+            model = masked_patch.classifier_of(model, **new)
+        elif isinstance(model, MaskedAutoencoderVit):
+            dropped += _num_parameters(model.decoder)
+            model = masked_autoencoder.classifier_of(model, **new)
         elif recipe.model.custom is not None:
             replace_own_head(model, len(classes))
         else:
@@ -199,7 +207,9 @@ def swap_head(context: StageContext) -> None:
             "model/parameters": float(_num_parameters(model)),
         }
         log.append(step=0, images_seen=0, metrics=values)
-        meta = old.model_copy(update={"num_classes": len(classes), "class_names": classes, "head": "linear"})
+        meta = old.model_copy(
+            update={"num_classes": len(classes), "class_names": classes, "head": "linear", "decoder": None}
+        )
         make_folders(folder.stage("swap_head"), below=folder.path)  # fails if the run folder is gone
         save_model(folder.model("swap_head"), model.state_dict(), meta=meta)
         folder.update("swap_head", state="done", results=values, model_digest=weights_digest(folder.model("swap_head")))

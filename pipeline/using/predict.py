@@ -138,7 +138,7 @@ def open_predictor(path: Path, *, device: DeviceChoice = "auto", weights: Weight
             raise UserError(str(error)) from None
         return Predictor(program.meta, program, device=torch.device("cpu"), origin=str(path))
     found = find_model(path, weights=weights)
-    if found.meta.head == "masked_patch":
+    if not found.meta.has_classes:
         raise UserError(
             f"{found.origin} was trained to fill in masked patches and knows no classes: fine-tune it first"
         )

@@ -20,6 +20,7 @@ from shardvit.data_shards.vocabulary import Normalisation
 from shardvit.model.config import ModelConfig
 from shardvit.model.own.custom import resized_own_state
 from shardvit.model.saved.model_folder import SavedModelMeta
+from shardvit.model.vocabulary import SELF_SUPERVISED
 from shardvit.pipeline.recipe.schema import Recipe
 from shardvit.pipeline.recipe.vocabulary import StageName
 from shardvit.pipeline.runs.run_folder import RunFolder
@@ -107,8 +108,8 @@ def _why_new_head(
     meta: SavedModelMeta, *, into: Mapping[str, Tensor], found: FoundModel, outputs: Sequence[str], head: str
 ) -> str:
     """Say why the head of the weights does not stay; "" if it does."""
-    if "masked_patch" in (head, meta.head):
-        return "masked patch prediction takes and gives the trunk alone"
+    if {head, meta.head} & {*SELF_SUPERVISED}:
+        return "a stage without labels takes and gives the trunk alone"
     if not any(name.startswith("head.") for name in found.state):
         return "it has no head"
     if meta.num_classes != len(outputs):

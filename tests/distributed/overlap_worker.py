@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardvit.data_shards.errors import UserError
 from shardvit.model.init import initialise
-from shardvit.model.masked_patch import build_masked_patch
+from shardvit.model.self_supervised.masked_patch import build_masked_patch
 from shardvit.pipeline.engine.open import open_engine
 from shardvit.pipeline.ranks.group import Ranks
 

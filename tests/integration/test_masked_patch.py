@@ -15,8 +15,8 @@ from shardvit.data_shards.loading.assemble import Access
 from shardvit.data_shards.loading.loader import EvalBatches, eval_batches
 from shardvit.data_shards.packing.pack import pack
 from shardvit.data_shards.reading.opening import open_shards
-from shardvit.model.masked_patch import colour_classes
 from shardvit.model.saved.model_folder import load_model
+from shardvit.model.self_supervised.masked_patch import colour_classes
 from shardvit.pipeline.runs.logs import read_metrics
 from tests.small_recipe import SMALL, curve, small_recipe, small_stage, write_recipe
 

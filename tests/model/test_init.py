@@ -11,7 +11,7 @@ from torch import nn
 
 from shardvit.model.config import ModelConfig
 from shardvit.model.init import initialise
-from shardvit.model.masked_patch import build_masked_patch
+from shardvit.model.self_supervised.masked_patch import build_masked_patch
 from shardvit.model.vit import build_model
 from shardvit.model.vocabulary import HeadKind, InitStyle
 

@@ -20,8 +20,8 @@ from shardvit.model.inspection import (
     position_similarity,
     weights_of_tokens,
 )
-from shardvit.model.masked_patch import build_masked_patch
 from shardvit.model.resnet import standardise
+from shardvit.model.self_supervised.masked_patch import build_masked_patch
 from shardvit.model.vit import build_model
 from tests.model.comparing import randomise
 

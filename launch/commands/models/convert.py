@@ -250,6 +250,5 @@ def _class_names(text: str) -> tuple[str, ...]:
 def _summary(meta: SavedModelMeta) -> str:
     from shardvit.model.counting.flops import account
 
-    assert meta.head != "masked_patch"  # never imported or exported
-    parts = account(meta.model, image_size=meta.image_size, num_classes=meta.num_classes, head=meta.head)
+    parts = account(meta.model, image_size=meta.image_size, num_classes=meta.num_classes, head=meta.class_head)
     return f"{meta.image_size} px, {meta.num_classes} classes; {parts.describe()}"

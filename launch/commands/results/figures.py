@@ -20,6 +20,7 @@ from shardvit.launch.flags import (
     page_mark,
     pixel_limit,
 )
+from shardvit.pipeline.recipe.vocabulary import ALL_STAGES
 
 
 def figures(
@@ -82,5 +83,5 @@ def figures(
 def _name(model: Path) -> str:
     """Name the folder after the model's path: RUN, RUN-STAGE, or a file's name."""
     parts = [part for part in model.absolute().parts if part not in ("model", "checkpoints")]
-    name = "-".join(parts[-2:]) if parts[-1] in ("pretrain", "finetune", "masked_patch") else parts[-1]
+    name = "-".join(parts[-2:]) if parts[-1] in ALL_STAGES else parts[-1]
     return name.removesuffix(".npz").removesuffix(".pth") or "model"

@@ -26,6 +26,7 @@ _FAMILIES = {  # folders, in the order of the page
     "deit": "DeiT (arXiv 2012.12877)",
     "deit3": "DeiT III: Revenge of the ViT (arXiv 2204.07118)",
     "timm": "timm: ResNet strikes back (arXiv 2110.00476)",
+    "mae": "Masked autoencoders (MAE, arXiv 2111.06377)",
     "recipes": "Small runs, to see everything at work on a laptop",
 }
 

@@ -41,8 +41,9 @@ def draw_rollout(attention: SeenAttention, batch: Batch, *, meta: SavedModelMeta
         ]
         strongest.append(float(shares.max() / shares.mean()))
     figure = image_grid(cells, columns=4, cell_inches=1.2, together=2, column_titles=("input", "attention") * 2)
-    whose = {"cls": "the class token", "gap": "the mean of all patches", "map": "attention pooling"}[meta.model.pool]
-    if meta.head == "masked_patch":
+    pools = {"cls": "the class token", "map": "attention pooling"}
+    whose = pools.get(meta.model.pool, "the mean of all patches")
+    if not meta.has_classes:
         whose = "all patches, in the mean,"
     picture = Picture(
         name="attention_rollout",
@@ -95,7 +96,7 @@ def draw_maps(attention: SeenAttention, batch: Batch, *, meta: SavedModelMeta) -
     shown.set_xticks(*tiles.ticks("columns", names=[str(head + 1) for head in heads]))
     shown.set_yticks(*tiles.ticks("rows", names=[str(block + 1) for block in blocks]))
     shown.set(xlabel="head", ylabel="block")
-    whose = "the class token" if meta.model.pool == "cls" and meta.head != "masked_patch" else "all patches in the mean"
+    whose = "the class token" if meta.model.pool == "cls" and meta.has_classes else "all patches in the mean"
     peaks = attention.maps.flatten(2).max(dim=2).values.mean(dim=1) * attention.maps[0, 0].numel()
     is_whole = maps.shape[:2] == attention.maps.shape[:2]
     left_out = "" if is_whole else " Of a large model evenly spaced ones are shown."

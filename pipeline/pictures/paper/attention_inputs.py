@@ -50,8 +50,7 @@ class SeenAttention:
 
 def images_to_look_at(meta: SavedModelMeta) -> int:
     """Number of images a CPU handles in about half a minute: `SHOWN_IMAGES` to `PAPERS_IMAGES`."""
-    head = "linear" if meta.head == "masked_patch" else meta.head
-    cost = account(meta.model, image_size=meta.image_size, num_classes=meta.num_classes, head=head)
+    cost = account(meta.model, image_size=meta.image_size, num_classes=meta.num_classes, head=meta.class_head)
     return max(SHOWN_IMAGES, min(PAPERS_IMAGES, int(_MOST_FLOPS / cost.forward_flops)))
 
 
@@ -95,7 +94,7 @@ def look(model: VisionTransformer, batch: Batch, *, meta: SavedModelMeta) -> See
     distance = AttentionDistance(grid, patch_size=meta.model.sizes.patch_size)
     heads, prefix = meta.model.sizes.heads, model.num_prefix_tokens
     at_once = max(1, min(32, _MOST_BYTES // (4 * heads * (grid**2 + prefix) ** 2)))
-    reads_class_token = meta.model.pool == "cls" and meta.head != "masked_patch"
+    reads_class_token = meta.model.pool == "cls" and meta.has_classes
     normalisation = Normalisation(mean=meta.mean, std=meta.std)
     images = model_input(batch, device=device, dtype=torch.float32, normalisation=normalisation)
     rollouts, logits, maps = list[Tensor](), list[Tensor](), list[Tensor]()
@@ -114,7 +113,7 @@ def look(model: VisionTransformer, batch: Batch, *, meta: SavedModelMeta) -> See
         seen = look_at_attention(model, images[first : first + at_once], see=see)
         if first < SHOWN_IMAGES:
             rollouts.append(rollout.to_patches(model, seen).cpu())
-            if meta.head != "masked_patch":
+            if meta.has_classes:
                 logits.append(model.forward_head(seen).float().cpu())
     guesses = ()
     if logits:

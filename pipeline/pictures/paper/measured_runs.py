@@ -18,14 +18,15 @@ from typing import Literal
 from shardvit.data_shards.safe_paths import read_inside
 from shardvit.data_shards.text import parse_json
 from shardvit.model.config import ModelConfig
-from shardvit.model.counting.flops import account
+from shardvit.model.counting.flops import account, account_autoencoder
 from shardvit.model.saved.model_folder import SavedModelMeta
 from shardvit.pipeline.pictures.style import plain
+from shardvit.pipeline.recipe.stages.pretraining import MaskedAutoencoderStage
 from shardvit.pipeline.recipe.vocabulary import DATA_FILE, StageName
 from shardvit.pipeline.runs.read import Run, RunStage
 from shardvit.pipeline.transfer.results import TransferRecord, score_name, transfer_records
 
-PRETRAINING: tuple[StageName, ...] = ("masked_patch", "pretrain")
+PRETRAINING: tuple[StageName, ...] = ("masked_patch", "masked_autoencoder", "pretrain")
 Family = Literal["ViT", "hybrid", "ResNet"]
 _EXA = 1e18
 _FEW_SHOT = re.compile(r"val/fewshot_(.+)_(\d{1,6})shot")
@@ -157,13 +158,18 @@ def _exaflops(run: Run, stage: RunStage) -> float | None:
     try:
         meta = SavedModelMeta.model_validate(stage.record.model)
         config = None if run.recipe is None else run.recipe.train_stage(stage.name)
-        cost = account(
-            meta.model,
-            image_size=meta.image_size,
-            num_classes=meta.num_classes,
-            head="linear" if meta.head == "masked_patch" else meta.head,
-            patch_dropout=0.0 if config is None else config.patch_dropout,
-        )
+        if isinstance(config, MaskedAutoencoderStage):
+            cost = account_autoencoder(
+                meta.model, image_size=meta.image_size, decoder=config.decoder, mask_ratio=config.mask_ratio
+            )
+        else:
+            cost = account(
+                meta.model,
+                image_size=meta.image_size,
+                num_classes=meta.num_classes,
+                head=meta.class_head,
+                patch_dropout=0.0 if config is None else config.patch_dropout,
+            )
     except (ValueError, AssertionError, AttributeError):
         return None
     return stage.record.images_seen * cost.training_flops / _EXA

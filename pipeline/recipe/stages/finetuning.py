@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from shardvit.pipeline.recipe.duration import Strict
-from shardvit.pipeline.recipe.stages.pretraining import MaskedPatchStage, PretrainStage
+from shardvit.pipeline.recipe.stages.pretraining import MaskedAutoencoderStage, MaskedPatchStage, PretrainStage
 from shardvit.pipeline.recipe.stages.teaching import DistillConfig
 from shardvit.pipeline.recipe.stages.train_stage import Init, TrainStage
 from shardvit.pipeline.recipe.vocabulary import (
@@ -48,25 +48,30 @@ class Stages(Strict):
     """Stages to run, in this order."""
 
     masked_patch: MaskedPatchStage | None = None
+    masked_autoencoder: MaskedAutoencoderStage | None = None
     pretrain: PretrainStage | None = None
     swap_head: SwapHeadStage | None = None
     finetune: FinetuneStage | None = None
 
     def problems(self) -> Iterator[str]:
-        first = "masked_patch" if self.masked_patch else "pretrain" if self.pretrain else None
+        first = self.first
         swap, start = self.swap_head, self.finetune and self.finetune.start
         if not self.names:
-            yield "at least one of masked_patch, pretrain, swap_head and finetune is needed"
-        if self.masked_patch and self.pretrain:
-            yield "masked_patch and pretrain both begin from random weights: leave one out"
+            yield "at least one of masked_patch, masked_autoencoder, pretrain, swap_head and finetune is needed"
+        begin = [name for name in self.names if name not in ("swap_head", "finetune")]
+        if len(begin) > 1:
+            yield f"{begin[0]} and {begin[1]} both begin from random weights: leave one out"
         if swap and not start:
             yield "swap_head comes before finetune: give that too, or leave swap_head out"
         if swap and not (first or swap.model):
-            yield "swap_head needs a model: add pretrain or masked_patch, or name a model folder: swap_head.model"
+            yield (
+                "swap_head needs a model: add pretrain, masked_patch or masked_autoencoder, or name a model folder: "
+                "swap_head.model"
+            )
         if swap and first and swap.model:
             yield f"swap_head.model and {first} both give the model to start from: leave one out"
-        if swap and swap.head == "kept" and self.masked_patch:
-            yield "swap_head.head is kept, but masked_patch has no head for classes: set head to new"
+        if swap and swap.head == "kept" and first and first != "pretrain":
+            yield f"swap_head.head is kept, but {first} has no head for classes: set head to new"
         if swap and swap.head == "kept" and self.pretrain and self.pretrain.head != "linear":
             yield f"swap_head.head is kept, but pretrain.head is {self.pretrain.head}: set pretrain.head to linear"
         if start == "swap_head" and not swap:
@@ -75,6 +80,11 @@ class Stages(Strict):
             yield f"finetune.init gives the weights to start from, and {first} trains others: leave one out"
         if start == "scratch" and swap:
             yield "finetune.start is scratch: leave out swap_head, whose model nothing would use"
+
+    @property
+    def first(self) -> StageName | None:
+        """The stage that begins a pipeline, if one does."""
+        return next((name for name in self.names if name not in ("swap_head", "finetune")), None)
 
     @property
     def names(self) -> tuple[StageName, ...]:

@@ -16,6 +16,7 @@ from shardvit.model.vocabulary import (
     HeadKind,
     InitStyle,
     LossKind,
+    SelfSupervised,
     StochasticDepthRule,
 )
 from shardvit.pipeline.own_code.by_path import OwnCode
@@ -34,7 +35,7 @@ from shardvit.pipeline.recipe.vocabulary import (
 
 MOST_SECONDS = 10**7
 _MOST_IMAGES = 2**20  # of a batch
-StageHead = HeadKind | Literal["masked_patch"]
+StageHead = HeadKind | SelfSupervised
 _STYLES = get_args(InitStyle)
 
 

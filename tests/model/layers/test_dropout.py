@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from shardvit.model.config import ModelConfig, Regularisation
 from shardvit.model.layers import dropout
 from shardvit.model.layers.dropout import SampleDropout, SampleWords, by_sample, drop, mix_words, signed, words_of
-from shardvit.model.masked_patch import build_masked_patch
+from shardvit.model.self_supervised.masked_patch import build_masked_patch
 from shardvit.model.vit import build_model, checkpoint_blocks
 from shardvit.model.vocabulary import Pool
 from tests.model.comparing import randomise

@@ -10,8 +10,8 @@ from timm.layers import resample_abs_pos_embed
 from timm.models.vision_transformer import VisionTransformer
 
 from shardvit.model.config import ModelConfig
-from shardvit.model.masked_patch import build_masked_patch
 from shardvit.model.positions.interpolation import interpolate_pos_embed, on_grid, resize_state
+from shardvit.model.self_supervised.masked_patch import build_masked_patch
 from shardvit.model.vit import build_model, takes_other_sizes, timm_arguments
 
 OWN, OTHERS = 28, (8, 16, 20, 28)

@@ -10,7 +10,7 @@ from torch._dynamo.utils import counters
 
 from shardvit.data_shards.errors import UserError
 from shardvit.model.layers.dropout import words_of
-from shardvit.model.masked_patch import build_masked_patch
+from shardvit.model.self_supervised.masked_patch import build_masked_patch
 from shardvit.model.vit import build_model, checkpoint_blocks, set_patch_dropout
 from shardvit.pipeline.engine.saved_state.frozen import freeze
 from shardvit.pipeline.kernels import compiled_blocks

@@ -8,8 +8,9 @@ import torch
 from timm.optim import param_groups_layer_decay
 
 from shardvit.data_shards.errors import UserError
-from shardvit.model.config import ModelConfig
-from shardvit.model.masked_patch import build_masked_patch
+from shardvit.model.config import DecoderConfig, ModelConfig
+from shardvit.model.self_supervised.masked_autoencoder import build_masked_autoencoder
+from shardvit.model.self_supervised.masked_patch import build_masked_patch
 from shardvit.model.vit import build_model
 from shardvit.pipeline.engine.saved_state.frozen import freeze
 from shardvit.pipeline.optimizers.parameter_groups import parameter_groups
@@ -72,6 +73,17 @@ def test_our_own_positions_and_the_mask_token_belong_to_the_embedding(config: di
     found = rules(model, layer_decay=0.5, weight_decay_on="matrices")
     own = {name for name in found if name.startswith(("position.", "pos_embed", "mask_token"))}
     assert len(own) >= 2 and {found[name] for name in own} == {(0.5**4, 0.0)}
+
+
+def test_a_masked_autoencoder_decays_tokens_if_asked_to_and_has_its_decoder_at_the_top():
+    config = ModelConfig(**TRUNK)
+    model = build_masked_autoencoder(config, image_size=8, decoder=DecoderConfig(width=16, depth=1, heads=2))
+    tokens = {"cls_token", "decoder.mask_token"}
+    for on, decay in (("kernels", 0.0), ("matrices", 0.0), ("matrices_and_tokens", 0.1)):
+        found = rules(model, weight_decay_on=on)
+        assert {found[name][1] for name in tokens} == {decay}, on
+        kinds = {name: parameter.ndim >= 2 for name, parameter in model.named_parameters() if name not in tokens}
+        assert all(found[name][1] == (0.1 if is_matrix else 0.0) for name, is_matrix in kinds.items()), on
 
 
 def test_the_heads_decay_is_its_last_kernels_alone(model: torch.nn.Module):

@@ -21,21 +21,25 @@ from shardvit.data_shards.reading.opening import open_shards
 from shardvit.data_shards.shards.shard_set import ShardsSpec
 from shardvit.data_shards.shards.tar_index import index_path, read_index
 from shardvit.model.init import initialise
-from shardvit.model.masked_patch import build_masked_patch, colour_classes
 from shardvit.model.saved.model_folder import save_model
+from shardvit.model.self_supervised.masked_autoencoder import build_masked_autoencoder
+from shardvit.model.self_supervised.masked_patch import build_masked_patch, colour_classes
 from shardvit.pipeline.pictures import held_out_images as held_out_module
 from shardvit.pipeline.pictures.drawing import draw, drawers
 from shardvit.pipeline.pictures.evaluation_grid import draw_evaluation_grid, draw_worst_mistakes, is_right
 from shardvit.pipeline.pictures.held_out_images import held_out_images
 from shardvit.pipeline.pictures.masked_patches import colour_of, draw_masked_patches, fill_in
+from shardvit.pipeline.pictures.reconstructions import draw_reconstructions, reconstruct
 from shardvit.pipeline.pictures.style import keep_drawn
 from shardvit.pipeline.recipe.schema import Recipe
+from shardvit.pipeline.recipe.stages.pretraining import MaskedAutoencoderStage
 from shardvit.pipeline.runs.evaluations import Evaluation, Judged, save_evaluation
 from shardvit.pipeline.runs.pictures import DrawRequest, kept_pictures
 from shardvit.pipeline.runs.run_folder import RunFolder
 from shardvit.pipeline.stage.batches import eval_transform
 from shardvit.pipeline.stage.initial_model import StageStart, stage_model
 from shardvit.pipeline.tasks.patch_corruption import MaskedPatches
+from shardvit.pipeline.tasks.patch_reconstruction import PatchReconstruction
 from tests.pipeline.pictures.evaluated_sets import HOSTILE, evaluation_of
 
 IMAGES, DAMAGED = 40, 5
@@ -76,7 +80,7 @@ def request_for(folder: Path, held_out: Path, *, stage: str = "pretrain", protoc
         "duration": "4 steps",
         "optimizer": {"name": "adamw", "lr": 0.001},
     }
-    after = {"swap_head": {}, "finetune": config} if stage == "masked_patch" else {}
+    after = {"swap_head": {}, "finetune": config} if stage.startswith("masked_") else {}
     recipe = {
         "name": "r",
         "seed": 7,
@@ -253,6 +257,38 @@ def test_masked_patches_are_drawn_at_the_end_of_their_stage(masked: DrawRequest)
     for row in filled.right:
         assert f"{row.sum()} of 8 right" in svg
     assert list(draw_masked_patches(replace(masked, stage="finetune"))) == []
+
+
+def test_a_masked_autoencoders_reconstructions_are_what_evaluation_judges(shards: Path, tmp_path: Path) -> None:
+    request = request_for(tmp_path, shards / "one" / "train", stage="masked_autoencoder")
+    config = request.recipe.train_stage("masked_autoencoder")
+    assert isinstance(config, MaskedAutoencoderStage)
+    model = build_masked_autoencoder(request.recipe.model, image_size=16, decoder=config.decoder)
+    initialise(model, seed=1, style="mae")
+    meta = stage_model(request.recipe, stage="masked_autoencoder", classes=(), start=StageStart())
+    save_model(request.folder.model("masked_autoencoder"), model.state_dict(), meta=meta)
+    found = reconstruct(request, config)
+    assert found is not None
+    engine: Any = SimpleNamespace(device=torch.device("cpu"), input_dtype=torch.float32)
+    task = PatchReconstruction(engine=engine, seed=7, patch_size=4, mask_ratio=0.75)
+    example = task.example(seen_in_evaluation(request, shards / "one" / "train"), use="eval")
+    with torch.inference_mode():
+        predicted = model.eval()(*example.inputs)
+    rows = [number for number in range(8) if number != DAMAGED]
+    np.testing.assert_array_equal(found.hidden, example.inputs[2][rows].numpy())
+    losses = task.tally(predicted, example.targets)
+    np.testing.assert_allclose(found.losses, (losses.loss / losses.predictions)[rows].numpy(), rtol=1e-5)
+    for row, number in enumerate(rows):  # the mean of a prediction is the true patch's, so nearly is its rounded one
+        true = (example.inputs[0][number] * 127.5 + 127.5).permute(1, 2, 0).numpy()
+        for column, at in enumerate(found.hidden[row].tolist()):
+            patch = true[at // 4 * 4 : at // 4 * 4 + 4, at % 4 * 4 : at % 4 * 4 + 4]
+            rescaled = predicted[number, column].numpy() * patch.std(ddof=1) + patch.mean()
+            shown = found.predicted[row, column].reshape(-1)
+            assert np.abs(rescaled.clip(0, 255) - shown).max() <= 0.51
+    keep_drawn(request, draw_reconstructions(request))
+    [kept] = kept_pictures(request.stage_folder)
+    assert kept.svg is not None and kept.svg.read_text(encoding="utf-8").count("<image") == 4 * 7
+    assert list(draw_reconstructions(replace(request, stage="finetune"))) == []
 
 
 def test_a_class_of_colours_is_shown_as_a_colour_of_that_class() -> None:

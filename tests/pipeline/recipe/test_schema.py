@@ -51,6 +51,10 @@ def masked(**keys: Any) -> dict[str, Any]:
     return {**MASKED, "stages__masked_patch": TRAIN | keys}
 
 
+def autoencoder(**keys: Any) -> dict[str, Any]:
+    return {"stages__pretrain": ..., "stages__masked_autoencoder": TRAIN | keys}
+
+
 def test_a_whole_recipe_and_its_defaults():
     whole = recipe()
     assert whole.stages.names == ("pretrain", "swap_head", "finetune")
@@ -109,7 +113,7 @@ HELD_OUT = {"shards": "a/train", "part": "held_out", "hold_out": 0.1}
     ("changes", "message"),
     [
         # Stages that go together.
-        ({"stages": {}}, "at least one of masked_patch, pretrain, swap_head and finetune"),
+        ({"stages": {}}, "at least one of masked_patch, masked_autoencoder, pretrain, swap_head and finetune"),
         ({"stages__finetune": ...}, "swap_head comes before finetune"),
         ({"stages__pretrain": ...}, "swap_head needs a model"),
         ({"stages__swap_head__model": "imported"}, "swap_head.model and pretrain both"),
@@ -147,6 +151,15 @@ HELD_OUT = {"shards": "a/train", "part": "held_out", "hold_out": 0.1}
         (masked(augment={"cutmix_alpha": 1.0}), "augment.cutmix_alpha has no effect"),
         (masked(head_bias=-10), "masked_patch.head_bias"),
         (masked(image_size=18), "masked_patch.image_size"),
+        # Masked autoencoders.
+        (autoencoder(stochastic_depth=0.1), "stochastic_depth has no effect in a masked autoencoder"),
+        (autoencoder(loss="sigmoid"), "loss has no effect with masked autoencoder"),
+        (autoencoder(mask_ratio=1.0), "mask_ratio"),
+        (autoencoder(decoder={"width": 30, "heads": 4}), "heads 4 must divide width 30"),
+        (autoencoder(image_size={"from": 4, "to": 8, "over": "50%", "steps": 1}), "images of one size"),
+        (autoencoder() | {"model__position": "relative"}, "added once, before patches are left out"),
+        (autoencoder() | {"stages__pretrain": TRAIN}, "masked_autoencoder and pretrain both begin"),
+        (autoencoder() | {"stages__masked_patch": TRAIN}, "masked_patch and masked_autoencoder both begin"),
         (masked(image_size=4), "4 pixels are a single patch"),
         (masked(image_size=64) | {"model": {"variant": "R50x1"}}, "a pure ResNet has no patch embeddings to corrupt"),
         # The engine, and the kernels.

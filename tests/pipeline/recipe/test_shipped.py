@@ -225,3 +225,35 @@ def test_masked_patch_prediction_is_appendix_b12():
     assert stage and {key: getattr(stage, key) for key in MASKED} == MASKED
     assert (stage.optimizer.lr, stage.schedule.decay, stage.schedule.warmup) == (2e-4, "cosine", "10000 steps")
     assert stage.optimizer.clip_grad_norm == 0
+
+
+# MAE, Tables 3, 8 and 9; FINETUNE.md: epochs before and after, rate and layer decay of fine-tuning, stochastic depth.
+MAE = {
+    "mae_b16": (1600, 100, 2e-3, 0.65, 0.1),
+    "mae_l16": (1600, 50, 4e-3, 0.75, 0.2),
+    "mae_l16_800ep": (800, 50, 4e-3, 0.75, 0.2),
+    "mae_h14": (1600, 50, 4e-3, 0.75, 0.3),
+}
+
+
+@pytest.mark.parametrize("name", MAE)
+def test_masked_autoencoders_are_the_papers(name: str):
+    before, after, lr, layer_decay, depth = MAE[name]
+    recipe = load_recipe(name)
+    first, last = recipe.stages.masked_autoencoder, recipe.stages.finetune
+    assert first and last and (first.duration, last.duration) == (f"{before} epochs", f"{after} epochs")
+    assert (first.global_batch_size, first.optimizer.lr, first.optimizer.betas) == (4096, 1.5e-4 * 16, (0.9, 0.95))
+    assert (first.mask_ratio, first.target, first.init) == (0.75, "normalised", "mae")
+    assert (first.decoder.width, first.decoder.depth, first.decoder.heads) == (512, 8, 16)
+    assert (first.schedule.warmup, first.augment.crop_area, first.augment.interpolation) == (
+        *("40 epochs", (0.2, 1.0), "bicubic"),
+    )
+    assert (last.global_batch_size, last.schedule.warmup, last.schedule.end_lr) == (1024, "5 epochs", 1e-6)
+    assert (last.optimizer.lr, last.optimizer.layer_decay, last.stochastic_depth) == (lr, layer_decay, depth)
+    assert (last.optimizer.weight_decay, last.optimizer.clip_grad_norm, last.label_smoothing) == (0.05, 0, 0.1)
+    augment = last.augment
+    assert (augment.auto_augment, augment.mixup_alpha, augment.cutmix_alpha) == ("rand-m9-mstd0.5-inc1", 0.8, 1.0)
+    assert augment.random_erasing is not None and augment.random_erasing.probability == 0.25
+    model = recipe.model
+    assert (model.pool, model.class_token, model.final_norm) == ("gap", "kept", "pooled")
+    assert (model.gelu, model.interpolation) == ("erf", "timm")

@@ -15,7 +15,7 @@ from shardvit.data_shards.loading.mixing import Mix
 from shardvit.data_shards.shards.shard_set import ShardSet
 from shardvit.data_shards.vocabulary import GOOGLES, LabelKind, Normalisation
 from shardvit.model.loss import loss_function
-from shardvit.model.masked_patch import colour_classes
+from shardvit.model.self_supervised.masked_patch import colour_classes
 from shardvit.model.vocabulary import COLOURS
 from shardvit.pipeline.evaluation.evaluate import evaluate
 from shardvit.pipeline.recipe.schema import Recipe

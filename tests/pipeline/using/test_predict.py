@@ -21,8 +21,8 @@ from shardvit.data_shards.shards.shard_set import ShardsSpec
 from shardvit.data_shards.vocabulary import Normalisation
 from shardvit.model.config import ModelConfig
 from shardvit.model.formats.export import ExportFormat, export_model
-from shardvit.model.masked_patch import build_masked_patch
 from shardvit.model.saved.model_folder import SavedModelMeta, build_described, build_from_saved, save_model
+from shardvit.model.self_supervised.masked_patch import build_masked_patch
 from shardvit.pipeline.stage.pixels import model_input
 from shardvit.pipeline.using import predict as predict_module
 from shardvit.pipeline.using.predict import Predictor, open_predictor, predict_images

@@ -13,8 +13,14 @@ from torch import Tensor, nn
 
 from shardvit.model.config import ModelConfig, Regularisation
 from shardvit.model.init import initialise
-from shardvit.model.masked_patch import MaskedPatchVit, build_masked_patch, classifier_of, colour_classes, corrupt
 from shardvit.model.saved.model_folder import SavedModelMeta, build_from_saved, load_model, save_model
+from shardvit.model.self_supervised.masked_patch import (
+    MaskedPatchVit,
+    build_masked_patch,
+    classifier_of,
+    colour_classes,
+    corrupt,
+)
 from shardvit.model.vit import build_model, checkpoint_blocks
 from shardvit.model.vocabulary import COLOURS
 from tests.model.comparing import randomise
