@@ -8,6 +8,7 @@ today's lack: both are put back for the import. Its own random masks are replace
 """
 
 import argparse
+import importlib
 import platform
 import sys
 from collections.abc import Callable
@@ -48,10 +49,9 @@ def original(folder: Path) -> nn.Module:
     of_timm.Block = Block
     setattr(np, "float", float)  # noqa: B010 - numpy refuses the name to type checkers
     sys.path.insert(0, str(folder))
-    from models_mae import MaskedAutoencoderViT  # pyright: ignore[reportMissingImports]
-
+    theirs = importlib.import_module("models_mae")
     of_timm.Block = block
-    return MaskedAutoencoderViT(
+    return theirs.MaskedAutoencoderViT(
         img_size=SIZE,
         patch_size=PATCH,
         embed_dim=SIZES["width"],
