@@ -38,12 +38,10 @@ def main() -> None:
     parser.add_argument("photos", type=Path, help="folder of JPEGs")
     files = sorted(parser.parse_args().photos.rglob("*.[jJ][pP]*[gG]"))
     torch.set_num_threads(1)
-    whole = create_transform(_SIDE, is_training=True, color_jitter=None, separate=True, interpolation="bicubic")[0]
+    whole, _, _ = _timms()
     pictures = [np.asarray(whole(Image.open(file).convert("RGB"))) for file in files[:_IMAGES]]
     draws = uniforms(1, np.arange(_IMAGES), draws=DRAWS_PER_SAMPLE)
-    items = [
-        (pictures[number % len(pictures)], row, torch.zeros(1, 3, _SIDE, _SIDE)) for number, row in enumerate(draws)
-    ]
+    items = [(pictures[number % len(pictures)], row) for number, row in enumerate(draws)]
     print(setting("timm", "torchvision", "pillow"))
     print(f"{len(pictures)} photographs, {_SIDE} px, {_IMAGES} images in {_ROUNDS} rounds; CPU ms an image, medians\n")
     print(f"{'':<32}{'ours':>8}{'theirs':>8}{'ratio':>8}")
@@ -71,10 +69,10 @@ def methods() -> dict[str, tuple[Callable[[Item], object], Callable[[Item], obje
     found: dict[str, tuple[Callable[[Item], object], Callable[[Item], object]]] = {}
     for policy in ("3a", "original", "v0", "rand-m9-mstd0.5-inc1"):
         transform = TrainTransform(_SIDE, auto_augment=AutoAugment(policy, interpolation="bicubic"))
-        found[policy] = _ours(transform), _theirs(_secondary(auto_augment=policy), seeds=True)
+        found[policy] = _ours(transform), _theirs(_timms(auto_augment=policy)[1], seeds=True)
     for name, strengths in {"colour jitter": (0.3, 0.3, 0.3), "colour jitter with hue": (0.3, 0.3, 0.3, 0.1)}.items():
         transform = TrainTransform(_SIDE, color_jitter=ColorJitter(*strengths))
-        found[name] = _ours(transform), _theirs(_secondary(color_jitter=strengths))
+        found[name] = _ours(transform), _theirs(_timms(color_jitter=strengths)[1])
     return found
 
 
@@ -82,11 +80,10 @@ def _ours(transform: TrainTransform) -> Callable[[Item], object]:
     return lambda item: transform.finish(item[0], draws=item[1])
 
 
-def _secondary(**options: Any) -> Any:
-    """timm's transform between flip and tensor."""
-    return create_transform(
-        _SIDE, is_training=True, interpolation="bicubic", separate=True, **{"color_jitter": None, **options}
-    )[1]
+def _timms(**options: Any) -> Any:
+    """timm's transforms: crop and flip, colours, tensor."""
+    given: dict[str, Any] = {"color_jitter": None, **options}
+    return create_transform(_SIDE, is_training=True, interpolation="bicubic", separate=True, **given)
 
 
 def _theirs(transform: Any, *, seeds: bool = False) -> Callable[[Item], object]:

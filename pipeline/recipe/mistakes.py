@@ -161,6 +161,8 @@ def _words(kind: Schema, *, field: Schema, name: str) -> str:
         case {"type": "integer" | "number" as number}:
             bounds = [f"{words} {kind[bound]:,}" for bound, words in _BOUNDS.items() if bound in kind]
             return " ".join([f"a {'whole ' if number == 'integer' else ''}number", " and ".join(bounds)]).rstrip()
+        case {"prefixItems": [_, _, _, _]}:  # color_jitter
+            return "a number of at least 0, or three or four (the hue's is at most 0.5), such as [0.4, 0.4, 0.4, 0.1]"
         case {"prefixItems": _}:
             example = field["default"] or (0.75, 1.33)  # of crop_ratio
             return f"two numbers, such as [{', '.join(f'{number:.3g}' for number in example)}]"

@@ -123,7 +123,7 @@ VALUES = [
         f"{PRETRAIN}optimizer.name=adam",
         f"{PRETRAIN}optimizer.name is 'adam': give adamw, sgd, adafactor, lamb, muon or custom (did you mean adamw?)",
     ),
-    (f"{PRETRAIN}loss=cross_entropy", f"{PRETRAIN}loss is 'cross_entropy': give softmax or sigmoid"),
+    (f"{PRETRAIN}loss=cross_entropy", f"{PRETRAIN}loss is 'cross_entropy': give softmax, sigmoid or bce"),
     (f"{PRETRAIN}keep_best=top1", "keep_best is 'top1': give loss or score"),
     ("model.pool=mean", "model.pool is 'mean': give cls, gap or map"),
     # Groups.
