@@ -148,6 +148,8 @@ def _stages(history: Run, *, notes: list[str]) -> list[PageSection]:
         blocks = [*curves.get(stage.name, ()), *stage_pictures(history, stage, notes=notes)]
         if blocks:
             intro, state = _ONE_RUN if stage.name in curves else "", "closed" if sections else "open"
+            if intro and any(event.kind == "image_size" for event in stage.events):
+                intro += " Images grow at rules, too."
             sections.append(PageSection(stage.name, blocks, intro, stage_brief(history, stage), state))
     return sections
 

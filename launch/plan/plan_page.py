@@ -185,10 +185,8 @@ def _phases(stage: StageForecast) -> str:
         rows.append([f"{each.image_size} px", f"{each.steps:,}", short(each.training_flops), *times])
     images = sum(each.steps * each.training_flops for each in stage.phases)
     share = images / (sum(each.steps for each in stage.phases) * stage.cost.training_flops)
-    title = (
-        f"{stage.name}: images grow, and take {share:.1%} of the FLOPs that they would at {stage.config.image_size} px"
-    )
-    return f"{title}; speed and memory above and below are those of the last phase\n{table(rows, align='lr')}"
+    title = f"{stage.name}: images grow, and take {share:.1%} of the FLOPs of {stage.config.image_size} px alone"
+    return f"{title}; other tables are of the last phase\n{table(rows, align='lr')}"
 
 
 def _memory(plan: RecipeForecast, stage: StageForecast) -> str:

@@ -53,7 +53,8 @@ class Learned1d(nn.Module):
     ) -> None:
         super().__init__()
         self.embedding = nn.Parameter(torch.zeros(1, num_tokens, width))
-        self.rows_of_prefix, self.without_row, self.kernel = rows_of_prefix, without_row, kernel
+        self.rows_of_prefix, self.without_row = rows_of_prefix, without_row
+        self.kernel: Interpolation = kernel
 
     def forward(self, tokens: Tensor) -> Tensor:
         rows, without = self.rows_of_prefix, self.without_row
@@ -89,7 +90,8 @@ class Learned2d(nn.Module):
         self.column = nn.Parameter(torch.zeros(grid_size, width // 2))
         self.row = nn.Parameter(torch.zeros(grid_size, width // 2))
         self.prefix = nn.Parameter(torch.zeros(num_prefix_tokens, width)) if num_prefix_tokens else None
-        self.num_others, self.kernel = num_prefix_tokens + without_row, kernel
+        self.num_others = num_prefix_tokens + without_row
+        self.kernel: Interpolation = kernel
 
     def forward(self, tokens: Tensor) -> Tensor:
         grid_size = math.isqrt(tokens.shape[1] - self.num_others)

@@ -56,7 +56,7 @@ def test_masked_tokens_of_any_shape_give_timms_logits() -> None:
     with torch.no_grad():
         tokens = F.linear(patches, kernel, embeds["embeds.proj.bias"])
         tokens = tokens + weights @ ours.pos_embed[0]
-        for block in ours.get_submodule("blocks"):
+        for block in ours.get_submodule("blocks").children():
             tokens = block(tokens, attn_mask=mask)
         kept = ours.norm(tokens) * valid[..., None]
         found = ours.head(kept.sum(1) / valid.sum(1, keepdim=True))
