@@ -46,7 +46,7 @@ def look_at_attention(model: VisionTransformer, images: Tensor, *, see: SeeBlock
             ) -> None:
                 see(number, _probabilities(attention, packed))
 
-            hooks.enter_context(attention.qkv.register_forward_hook(hook))  # removed on exit
+            hooks.enter_context(attention.get_submodule("qkv").register_forward_hook(hook))  # removed on exit
         return model.forward_features(images)
 
 

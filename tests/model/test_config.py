@@ -6,7 +6,7 @@ import sys
 import pytest
 from pydantic import ValidationError
 
-from shardvit.model.config import ModelConfig
+from shardvit.model.config import LATER_BLOCKS, ModelConfig
 from shardvit.model.variants import HYBRIDS, VARIANTS, ResnetSizes, VitSizes, resnet_stride
 
 SMALL = {"width": 64, "depth": 4, "heads": 4, "patch_size": 4}
@@ -134,6 +134,13 @@ def test_every_choice_can_be_said() -> None:
         ({"variant": "R50x1", "class_token_position": "none"}, "class_token_position: a pure ResNet"),
         ({**SMALL, "width": 66, "heads": 2, "position": "sincos_2d"}, "needs a width that 4 divides, not 66"),
         ({**SMALL, "width": 65, "heads": 5, "position": "learned_2d"}, "needs an even width, not 65"),
+        ({**SMALL, "class_token": "kept"}, "class_token kept has no effect"),
+        ({**SMALL, "final_norm": "pooled"}, "final_norm pooled is for pool gap"),
+        ({**SMALL, "mlp": "swiglu", "gelu": "erf"}, "gelu has no effect"),
+        ({**SMALL, "position": "relative", "rope": "axial"}, "rope axial does not go with position relative"),
+        ({**SMALL, "position": "relative", "qk_norm": "per_head"}, "qk_norm per_head does not go"),
+        ({**SMALL, "heads": SMALL["width"] // 2, "rope": "eva"}, "heads of a size that 4 divides, not 2"),
+        ({"variant": "R50x1", "registers": 4}, "registers: a pure ResNet"),
         ({**SMALL, "layer_scale": 0}, "layer_scale\n.*greater than 0"),
         ({**SMALL, "layer_norm_eps": 0}, "layer_norm_eps\n.*greater than 0"),
         ({**SMALL, "pool": "token"}, "'cls', 'gap' or 'map'"),
@@ -198,3 +205,11 @@ def test_reading_a_config_or_a_saved_record_imports_nothing_heavy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_later_blocks_are_written_only_where_they_are_used() -> None:
+    """So that records, digests and summaries of other models stay as they were."""
+    assert not set(LATER_BLOCKS) & ModelConfig(**SMALL).model_dump().keys()
+    used = ModelConfig(**SMALL, registers=4, rope="axial")
+    assert set(LATER_BLOCKS) & used.model_dump().keys() == {"registers", "rope"}
+    assert ModelConfig.model_validate_json(used.model_dump_json()) == used

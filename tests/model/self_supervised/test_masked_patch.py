@@ -36,6 +36,7 @@ CONFIGS = {
     "learned_2d": ModelConfig(**SIZES, position="learned_2d"),
     "every_layer": ModelConfig(**SIZES, position_at="every_layer"),
     "class_token_without": ModelConfig(**SIZES, class_token_position="none"),
+    "later": ModelConfig(**SIZES, pool="gap", final_norm="pooled", registers=2, rope="axial", mlp="swiglu"),
     "shared": ModelConfig(**SIZES, position_at="every_layer_shared", pool="gap"),
     "relative": ModelConfig(**SIZES, position="relative"),
     "sincos": ModelConfig(**SIZES, position="sincos_2d", pool="map"),

@@ -137,6 +137,14 @@ def test_a_name_that_freezes_nothing_or_everything_is_refused(frozen: tuple[str,
     assert said in str(caught.value) and "\n" not in str(caught.value)
 
 
+def test_registers_and_learned_rotations_are_parts():
+    config = ModelConfig(**VIT, registers=2, rope="mixed")
+    model = build_model(config, image_size=8, num_classes=3, head="linear")
+    freeze(model, ("registers", "positions"), key="k")
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    assert frozen == {"reg_token", "pos_embed", "blocks.0.attn.freqs", "blocks.1.attn.freqs"}
+
+
 def test_the_nearest_parts_are_those_that_the_model_has():
     pooled = build_model(ModelConfig(**{**VIT, "pool": "gap"}), image_size=8, num_classes=3, head="linear")
     with pytest.raises(UserError, match="'class_token' is no part of this model") as caught:
