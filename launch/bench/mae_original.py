@@ -29,7 +29,7 @@ from shardvit.pipeline.optimizers.optim import build_optimizer
 from shardvit.pipeline.recipe.optimizer import OptimizerConfig
 
 STEPS, BATCH, SIZE, PATCH = 100, 16, 64, 8
-SIZES: dict[str, int] = {"width": 192, "depth": 6, "heads": 6}
+SIZES: dict[str, Any] = {"width": 192, "depth": 6, "heads": 6}
 DECODER = DecoderConfig(width=128, depth=3, heads=4)
 OPTIMIZER = OptimizerConfig(name="adamw", lr=1.5e-3, weight_decay=0.05, betas=(0.9, 0.95), clip_grad_norm=0)
 _OWN_NAMES = {"decoder.embed": "decoder_embed", "decoder.norm": "decoder_norm", "decoder.predict": "decoder_pred"}
@@ -165,7 +165,7 @@ def largest_of_positions(folder: Path) -> float:
 
 def main() -> None:
     """Print the record."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("folder", type=Path, help="a checkout of facebookresearch/mae")
     folder = parser.parse_args().folder
     print(f"{platform.processor() or platform.machine()}, torch {torch.__version__}, timm {timm.__version__}, float32")

@@ -205,6 +205,14 @@ def fixed_numbers(config: ModelConfig, *, image_size: int) -> dict[str, Tensor]:
     return {"pos_embed": F.pad(patches, (0, 0, learned.prefix_rows, 0))[None]}
 
 
+def starting_numbers(config: ModelConfig, *, image_size: int) -> dict[str, Tensor]:
+    """`pos_embed` where a masked autoencoder's learned positions begin: its fixed ones; empty for other positions."""
+    if config.position != "learned_1d" or config.position_at != "stem":
+        return {}
+    patches = sincos_2d(config.grid_size(image_size), config.sizes.width, law="mae").float()
+    return {"pos_embed": F.pad(patches, (0, 0, config.prefix_rows, 0))[None]}
+
+
 def without_numbers(state: Mapping[str, Tensor], *, config: ModelConfig, image_size: int) -> dict[str, Tensor]:
     """Drop `pos_embed` from a state dict if it equals `fixed_numbers`; a trained one stays."""
     fixed, state = fixed_numbers(config, image_size=image_size), dict(state)

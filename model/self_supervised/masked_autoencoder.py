@@ -13,6 +13,7 @@ Without masks the forward pass gives features of whole images (few-shot sets, pi
 """
 
 from functools import partial
+from typing import Any
 
 import torch
 from timm.layers import get_act_layer
@@ -22,7 +23,7 @@ from torch.nn import functional
 
 from shardvit.model.config import DecoderConfig, ModelConfig
 from shardvit.model.init import initialise
-from shardvit.model.positions.embedding import SinCos2d, sincos_2d
+from shardvit.model.positions.embedding import SinCos2d, sincos_2d, starting_numbers
 from shardvit.model.vit import TIMM_GELU, PositionedVit, build_model, encode
 
 
@@ -36,7 +37,7 @@ class Decoder(nn.Module):
         norm = partial(nn.LayerNorm, eps=config.layer_norm_eps)
         self.embed = nn.Linear(config.sizes.width, sizes.width)
         self.mask_token = nn.Parameter(torch.zeros(1, 1, sizes.width))
-        block = partial(Block, sizes.width, sizes.heads, qkv_bias=True, norm_layer=norm)
+        block: Any = partial(Block, sizes.width, sizes.heads, qkv_bias=True, norm_layer=norm)
         act_layer = get_act_layer(TIMM_GELU[config.gelu])
         self.blocks = nn.Sequential(*(block(act_layer=act_layer) for _ in range(sizes.depth)))
         self.norm = norm(sizes.width)
@@ -92,7 +93,8 @@ def build_masked_autoencoder(config: ModelConfig, *, image_size: int, decoder: D
     if grid_size < 2:
         raise ValueError("a masked autoencoder needs at least two patches: take more pixels, or smaller patches")
     model = build_model(trunk, image_size=image_size, num_classes=1, head="linear")
-    model.__class__ = MaskedAutoencoderVit  # another forward pass over the same modules
+    # Another forward pass over the same modules.
+    model.__class__ = MaskedAutoencoderVit  # pyright: ignore[reportAttributeAccessIssue]
     assert isinstance(model, MaskedAutoencoderVit)
     if config.position == "learned_1d":
         prefix = model.num_prefix_tokens
@@ -114,10 +116,7 @@ def classifier_of(
     initialise(classifier, seed=seed)
     state = classifier.state_dict()
     state |= {name: tensor for name, tensor in model.state_dict().items() if name in state}
-    if "pos_embed" in state:
-        table = model.position.tables[0].get_buffer("table")
-        state["pos_embed"] = table[-state["pos_embed"].shape[1] :][None].float()
-    classifier.load_state_dict(state)
+    classifier.load_state_dict(state | starting_numbers(config, image_size=image_size))
     return classifier
 
 

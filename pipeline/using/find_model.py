@@ -102,7 +102,9 @@ def fitted_state(found: FoundModel, *, image_size: int, into: Mapping[str, Tenso
     state = resize_state(found.state, config=meta.model, from_image_size=meta.image_size, to_image_size=image_size)
     heads = [{name: each.shape for name, each in of.items() if name.startswith("head.")} for of in (state, into)]
     trunk = {name: each for name, each in state.items() if not name.startswith("head.") or heads[0] == heads[1]}
-    if missing := [name for name in into if name not in trunk and not name.startswith(("head.", "mask_token"))]:
+    if missing := [
+        name for name in into if name not in trunk and not name.startswith(("head.", "mask_token", "decoder."))
+    ]:
         raise UserError(f"{found.origin} lacks {missing[0]}: fine-tune it first")
     return {**into, **{name: each for name, each in trunk.items() if name in into}}
 

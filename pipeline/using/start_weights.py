@@ -19,6 +19,7 @@ from shardvit.data_shards.shards.location import redacted
 from shardvit.data_shards.vocabulary import Normalisation
 from shardvit.model.config import ModelConfig
 from shardvit.model.own.custom import resized_own_state
+from shardvit.model.positions.embedding import starting_numbers
 from shardvit.model.saved.model_folder import SavedModelMeta
 from shardvit.model.vocabulary import SELF_SUPERVISED
 from shardvit.pipeline.recipe.schema import Recipe
@@ -57,6 +58,9 @@ def load_weights(
     found = _found(recipe, source, stage=stage)
     _compare(recipe, found.meta, stage=stage)
     meta, into = found.meta, dict(model.state_dict())
+    if meta.head == "masked_autoencoder":  # its trunk, with the positions that swap_head would give it
+        state = {name: each for name, each in found.state.items() if not name.startswith("decoder.")}
+        found = replace(found, state=state | starting_numbers(meta.model, image_size=meta.image_size))
     why = _why_new_head(meta, into=into, found=found, outputs=outputs, head=config.head_kind)
     kept = {name: each for name, each in found.state.items() if not (why and name.startswith("head."))}
     try:

@@ -13,12 +13,14 @@ from torchvision.models.vision_transformer import VisionTransformer
 from transformers import ViTConfig, ViTForImageClassification
 
 from shardvit.data_shards.errors import UserError
-from shardvit.model.config import ModelConfig
+from shardvit.model.config import DecoderConfig, ModelConfig
 from shardvit.model.formats.export import export_model
 from shardvit.model.init import initialise
 from shardvit.model.own.allowed import ALLOWED
+from shardvit.model.positions.embedding import sincos_2d
 from shardvit.model.positions.interpolation import resize_state
 from shardvit.model.saved.model_folder import SavedModelMeta, save_model
+from shardvit.model.vocabulary import PIXELS
 from shardvit.pipeline.recipe.schema import Recipe
 from shardvit.pipeline.runs.run_folder import RunFolder
 from shardvit.pipeline.stage.initial_model import StageStart
@@ -165,6 +167,28 @@ def test_masked_patch_takes_the_trunk_alone(ours: Any, tmp_path: Path):
     assert torch.equal(model.get_parameter(part), ours[1].get_parameter(part))
     assert not model.get_parameter("head.weight").any()
     assert "trunk alone" in start.notes[-2] and "mask_token" in start.notes[-1]
+
+
+def test_a_masked_autoencoder_takes_and_gives_the_trunk_alone(ours: Any, tmp_path: Path):
+    decoder, part = {"width": 16, "depth": 1, "heads": 2}, "blocks.1.mlp.fc1.weight"
+    given = recipe(SIZES, ours[0], stage="masked_autoencoder", decoder=decoder)
+    model, start = started(given, tmp_path, outputs=PIXELS)
+    assert torch.equal(model.get_parameter(part), ours[1].get_parameter(part))
+    assert "trunk alone" in start.notes[-2] and "(decoder)" in start.notes[-1]
+    meta = SavedModelMeta(
+        model=ModelConfig(**SIZES),
+        image_size=24,
+        num_classes=1,
+        class_names=PIXELS,
+        head="masked_autoencoder",
+        decoder=DecoderConfig(**decoder),
+    )
+    save_model(tmp_path / "mae", model.state_dict(), meta=meta)
+    tuned, _ = started(recipe(SIZES, tmp_path / "mae", stage="finetune"), tmp_path)
+    assert torch.equal(tuned.get_parameter(part), ours[1].get_parameter(part))
+    assert torch.equal(tuned.get_parameter("pos_embed")[0, 1:], sincos_2d(6, 48, law="mae"))
+    again, _ = started(recipe(SIZES, tmp_path / "mae", stage="masked_autoencoder"), tmp_path, outputs=PIXELS)
+    assert torch.equal(again.get_parameter(part), ours[1].get_parameter(part))  # beside a decoder of the usual sizes
 
 
 @pytest.mark.parametrize(
