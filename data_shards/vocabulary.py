@@ -43,6 +43,7 @@ class RandomStream(IntEnum):
     OWN_TASK = 71
 
 
+MOST_CHANNELS = 16  # of an image
 DecoderName = Literal["auto", "nvimgcodec", "gpu", "simplejpeg", "pillow"]
 EvalProtocol = Literal["vit", "vit_exact", "big_vision", "big_vision_exact", "timm"]
 CropLaw = Literal["torchvision", "google", "resize_and_crop", "simple_random"]
@@ -65,10 +66,10 @@ USUAL_MOST_PIXELS = 50_000_000
 
 @dataclass(frozen=True)
 class Normalisation:
-    """Map pixels x in 0 to 255 to (x - 255 mean) / (255 std), per channel."""
+    """Map pixels x in 0 to 255 to (x - 255 mean) / (255 std), per channel; floats to (x - mean) / std."""
 
-    mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
-    std: tuple[float, float, float] = (0.5, 0.5, 0.5)
+    mean: tuple[float, ...] = (0.5, 0.5, 0.5)
+    std: tuple[float, ...] = (0.5, 0.5, 0.5)
 
 
 GOOGLES = Normalisation()  # (x - 127.5) / 127.5, in vision_transformer and big_vision alike

@@ -12,6 +12,8 @@ from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler
 
 from shardvit.model.variants import ResnetSizes, VitSizes, gated_mlp_dim, parse_variant, resnet_stride
 from shardvit.model.vocabulary import (
+    COLOUR_CHANNELS,
+    MOST_CHANNELS,
     ClassToken,
     ClassTokenPosition,
     DropoutMasks,
@@ -90,19 +92,24 @@ class ModelConfig(BaseModel):
     # Rotates queries and keys of patches by their place, beside `position` (none: rotation alone); see
     # `model.positions.rotary`. axial and mixed: RoPE-ViT (arXiv 2403.13298); eva: EVA-02; dinov3 (arXiv 2508.10104)
     rope: Rope = "none"
+    # Channels of an image. Other than 3, files are read as they are (TIFF, 16-bit PNG, npy: docs/corpus.md)
+    channels: int = Field(default=COLOUR_CHANNELS, ge=1, le=MOST_CHANNELS)
 
     @model_validator(mode="before")
     @classmethod
     def _own_keys(cls, tree: Any) -> Any:
         if not isinstance(tree, dict) or tree.get("custom") is None:
             return tree
-        return {"custom": tree["custom"], "options": {key: each for key, each in tree.items() if key != "custom"}}
+        options = {key: each for key, each in tree.items() if key != "custom"}
+        channels = {"channels": options["in_chans"]} if isinstance(options.get("in_chans"), int) else {}  # as in timm
+        return {"custom": tree["custom"], "options": options, **channels}
 
     @model_serializer(mode="wrap")
     def _with_own_keys(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         if self.custom is not None:
             return {"custom": self.custom, **self.options}
         usual = {"custom": None} | {name: type(self).model_fields[name].default for name in LATER_BLOCKS}
+        usual["channels"] = COLOUR_CHANNELS
         return {key: each for key, each in handler(self).items() if key not in usual or each != usual[key]}
 
     @model_validator(mode="after")

@@ -152,7 +152,7 @@ class AttentionDistance:
 
 @dataclass(frozen=True)
 class FirstFilters:
-    """Filters over RGB, float32 [n, 3, side, side], in units of their own; 0 means no weight."""
+    """Filters over channels, float32 [n, channels, side, side], in units of their own; 0 means no weight."""
 
     kind: Literal["components", "kernels"]  # principal components of a patch embedding, or a ResNet's kernels
     filters: Tensor

@@ -96,18 +96,22 @@ def _float32_unless_indices(targets: Tensor) -> Tensor:
 
 
 class PixelsToProbabilities(nn.Module):
-    """uint8 [B, S, S, 3] RGB -> probabilities, float32 [B, classes], for MLflow: normalises, does not resize."""
+    """uint8 [B, S, S, 3] RGB (or float32 [B, S, S, channels] with `top` 1) -> probabilities, float32 [B, classes], for
+    MLflow: normalises, does not resize."""
 
     mean: Tensor
     std: Tensor
 
-    def __init__(self, model: nn.Module, *, mean: Sequence[float], std: Sequence[float], kind: LossKind) -> None:
+    def __init__(
+        self, model: nn.Module, *, mean: Sequence[float], std: Sequence[float], kind: LossKind, top: int = 255
+    ) -> None:
         super().__init__()
         self.model = model
         self.kind: LossKind = kind
+        self.top = top
         self.register_buffer("mean", torch.tensor(mean))
         self.register_buffer("std", torch.tensor(std))
 
     def forward(self, pixels: Tensor) -> Tensor:
-        images = (pixels.float() / 255 - self.mean) / self.std
+        images = (pixels.float() / self.top - self.mean) / self.std
         return probabilities(self.model(images.permute(0, 3, 1, 2)), self.kind)

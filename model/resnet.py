@@ -27,6 +27,7 @@ from torch.nn import functional as F
 from shardvit.model.config import ModelConfig
 from shardvit.model.layers.head import zero_linear
 from shardvit.model.variants import ResnetSizes, resnet_stride
+from shardvit.model.vocabulary import COLOUR_CHANNELS
 
 GROUP_NORM_EPS = 1e-6  # flax's default, which models_resnet.py uses
 STANDARDISATION_EPS = 1e-5  # models_resnet.py, added to the standard deviation
@@ -80,11 +81,13 @@ class BitResnet(ResNetV2):
 
 
 def stem_embedding(config: ModelConfig, *, image_size: int) -> Callable[..., HybridEmbed]:
-    """Make a hybrid's `embed_layer` for timm's VisionTransformer: images [B, 3, S, S] -> tokens [B, N, D]. In its
-    module `backbone` is the ResNet and `proj` projects its features."""
+    """Make a hybrid's `embed_layer` for timm's VisionTransformer: images [B, channels, S, S] -> tokens [B, N, D].
+    In its module `backbone` is the ResNet and `proj` projects its features."""
     layers = config.sizes.resnet_layers
     assert layers is not None, "no ResNet stem"
-    backbone = ResNetV2(**_timm_arguments(layers, width_factor=config.sizes.resnet_width_factor, preact=False))
+    backbone = ResNetV2(
+        **_timm_arguments(layers, width_factor=config.sizes.resnet_width_factor, preact=False), in_chans=config.channels
+    )
     # Given the sizes, timm skips its forward pass, and asks a FeatureInfo for the channels.
     info = FeatureInfo(backbone.feature_info, out_indices=(len(layers),))
     backbone.feature_info = info  # pyright: ignore[reportAttributeAccessIssue] -- as timm itself does
@@ -92,9 +95,9 @@ def stem_embedding(config: ModelConfig, *, image_size: int) -> Callable[..., Hyb
     return partial(HybridEmbed, backbone=backbone, feature_size=image_size // stride, feature_ratio=stride)
 
 
-def build_resnet(sizes: ResnetSizes, *, num_classes: int) -> BitResnet:
+def build_resnet(sizes: ResnetSizes, *, num_classes: int, channels: int = COLOUR_CHANNELS) -> BitResnet:
     """Build a pure ResNet with a zero linear head, which BiT uses in both stages."""
-    model = BitResnet(**_timm_arguments(sizes.layers, width_factor=sizes.width_factor, preact=True))
+    model = BitResnet(**_timm_arguments(sizes.layers, width_factor=sizes.width_factor, preact=True), in_chans=channels)
     model.set_submodule("head", zero_linear(model.num_features, num_classes))
     model.num_classes = num_classes
     return model

@@ -45,7 +45,7 @@ from shardvit.model.positions.embedding import (
 )
 from shardvit.model.positions.rotary import rotary_attention, turn_to
 from shardvit.model.resnet import BitResnet, build_resnet, stem_embedding
-from shardvit.model.vocabulary import HeadKind, Interpolation, Norm
+from shardvit.model.vocabulary import COLOUR_CHANNELS, HeadKind, Interpolation, Norm
 
 _TIMM_POOL = {"cls": "token", "gap": "avg", "map": "map"}
 TIMM_GELU = {"tanh": "gelu_tanh", "erf": "gelu"}
@@ -138,7 +138,7 @@ def build_model(
     regularisation: Regularisation = NO_REGULARISATION,
     seed: int = 0,
 ) -> VisionTransformer | BitResnet:
-    """Build the model for square RGB images: [B, 3, image_size, image_size] -> logits [B, num_classes].
+    """Build the model for square images: [B, channels, image_size, image_size] -> logits [B, num_classes].
 
     It has `head`, `num_classes`, `num_features`, `forward_features`, `forward_head` and `set_grad_checkpointing`.
     `head`: "mlp" for pre-training, "linear" for fine-tuning. ValueError if an argument is out of range, the image size
@@ -154,7 +154,7 @@ def build_model(
     # Layers draw random numbers on creation; none survive, and the caller's stream must not move.
     with torch.random.fork_rng(devices=[]):
         if config.kind == "resnet":
-            model = build_resnet(config.resnet, num_classes=num_classes)
+            model = build_resnet(config.resnet, num_classes=num_classes, channels=config.channels)
         else:
             model = _build_vit(config, image_size=image_size, num_classes=num_classes, regularisation=regularisation)
         if head == "mlp":
@@ -223,6 +223,8 @@ def timm_arguments(config: ModelConfig, *, image_size: int) -> dict[str, Any]:
         "global_pool": _TIMM_POOL[config.pool],
         "act_layer": "silu" if gated else TIMM_GELU[config.gelu],
     }
+    if config.channels != COLOUR_CHANNELS:
+        arguments["in_chans"] = config.channels
     if config.pool == "gap":
         arguments["fc_norm"] = config.final_norm == "pooled"
     if config.class_token_position == "none":

@@ -56,6 +56,7 @@ EXPORT_ENDINGS: dict[ExportFormat, tuple[str, ...]] = {  # of file names; (): a 
     "torch_export": (".pt2",),
 }
 
+COLOUR_CHANNELS, MOST_CHANNELS = 3, 16  # of an image: usual, and at most
 COLOUR_LEVELS = 8  # per channel in masked patch prediction: 3 bits
 COLOURS = tuple(f"r{red} g{green} b{blue}" for red, green, blue in product(range(COLOUR_LEVELS), repeat=3))
 """Class names of masked patch prediction; class 64 r + 8 g + b."""

@@ -20,8 +20,9 @@ from numpy.typing import NDArray
 
 from shardvit.data_shards.checking.findings import MOST_PLACES, FoundAt
 from shardvit.data_shards.errors import UnreadableImage, UserError
+from shardvit.data_shards.images.channels import open_to_look
 from shardvit.data_shards.images.crops import Pixels
-from shardvit.data_shards.images.decode import USUAL_LIMIT, PixelLimit, read_image
+from shardvit.data_shards.images.decode import USUAL_LIMIT, PixelLimit
 from shardvit.data_shards.sets.statistics import SampleStatistics, image_statistics, to_parquet
 from shardvit.data_shards.shards.holdout import index_of, rows_of
 from shardvit.data_shards.shards.labels import parse_label
@@ -41,6 +42,7 @@ _FORMATS = {
     "JPEG 2000": rb"\0\0\0\x0cjP  ",
     "AVIF": rb"....ftypavi[fs]",
     "PPM": rb"P[1-6]\s",
+    "npy": rb"\x93NUMPY",
 }
 _MAGIC = {name: re.compile(pattern, re.DOTALL) for name, pattern in _FORMATS.items()}
 
@@ -219,7 +221,7 @@ def _scan_samples(
         data = os.pread(descriptor, int(index.image_size[row]), int(index.image_offset[row]))
         sample["key_hash"] = np.frombuffer(_hash(key.encode("utf-8", "surrogateescape")), np.uint64)[0]
         sample["image_hash"] = np.frombuffer(_hash(data), np.uint64)
-        is_readable, pixels = _scan_image(data, options=request.options, key=key, sample=sample, scan=scan)
+        is_readable, pixels = _scan_image(data, request=request, key=key, sample=sample, scan=scan)
         labels: tuple[int, ...] = ()
         try:
             labels = parse_label(label, spec=entry.labels, label_map=shards.label_map, num_classes=shards.num_classes)
@@ -228,27 +230,33 @@ def _scan_samples(
             scan.add_fault("label", str(error), key=key)
         scan.class_counts.update(labels)
         if request.options.statistics:
-            image = image_statistics(pixels, data)
+            is_colour = pixels is not None and pixels.dtype == np.uint8
+            measured = (
+                pixels if is_colour == (shards.channels == 0) else None
+            )  # else the set is not known to be of these
+            image = image_statistics(measured, data)
             statistics.append(SampleStatistics(int(in_tar[row]), key, None, labels, image))
     if request.options.statistics:
-        scan.statistics = to_parquet(statistics)
+        scan.statistics = to_parquet(statistics, channels=shards.channels)
 
 
 def _scan_image(
-    data: bytes, *, options: CheckOptions, key: str, sample: Any, scan: PartScan
+    data: bytes, *, request: ScanRequest, key: str, sample: Any, scan: PartScan
 ) -> tuple[bool, Pixels | None]:
     """Return whether it is readable, and its pixels if it was decoded."""
-    pixels = None
+    pixels, options, channels = None, request.options, request.shards.channels
     image_format = next((name for name, magic in _MAGIC.items() if magic.match(data)), None)
     if not data or (image_format is None and not options.decode):
         scan.add_fault("image", "it is of no known format" if data else "it is empty", key=key)
         return False, None
-    if options.decode:
+    if options.decode or channels:
         start = time.process_time()
         try:
-            image = read_image(data, limit=options.pixel_limit)
-            mended = _jpeg_complaint(data) if image_format == "JPEG" else ""
-            if mended is not None or options.statistics:
+            image = open_to_look(data, channels=channels, limit=options.pixel_limit)
+            if channels and (wanted := request.shards.dtype) not in ("", image.dtype):
+                raise UnreadableImage(f"its values are {image.dtype}, and those of the set {wanted}")
+            mended = _jpeg_complaint(data) if image_format == "JPEG" and options.decode and not channels else ""
+            if options.decode and (mended is not None or options.statistics):
                 pixels = image.pixels()
         except UnreadableImage as error:
             scan.add_fault("image", str(error), key=key)

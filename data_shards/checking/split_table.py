@@ -45,7 +45,9 @@ def split_table(shards: ShardSet, output: str | None, *, report: Report) -> Iter
         source = shards.shards.sources[0]
         names = list(shards.shards.files) if source.folder else [entry.name for entry in shards.shards]
         files = tuple(Shard(name, 0, 0, "") for name in names)
-        described = Manifest(Path(), shards.name, shards.split, shards.classes, files, "", labels=source.labels)
+        described = Manifest(
+            Path(), shards.name, shards.split, shards.classes, files, "", labels=source.labels, channels=shards.channels
+        )
         parts = sorted(Path(scratch).iterdir())
         with _explained(folder):
             rows = ((int(part.name.partition("-")[0]), part.read_bytes()) for part in parts)

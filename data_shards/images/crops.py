@@ -12,6 +12,7 @@ google's crops are smaller: for 375 x 500 pixels and areas from 0.05 to 1 they a
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +20,8 @@ from numpy.typing import NDArray
 from shardvit.data_shards.order.randomness import uniforms
 from shardvit.data_shards.vocabulary import RandomStream
 
-Pixels = NDArray[np.uint8]  # [height, width, 3], red, green, blue
+# uint8 [height, width, 3], red, green, blue; or float32 [height, width, channels] of `images.channels`
+Pixels = NDArray[Any]
 
 _TORCHVISION_ATTEMPTS = 10  # torchvision's RandomResizedCrop
 _GOOGLE_ATTEMPTS = 100  # TensorFlow's default

@@ -85,9 +85,12 @@ class EncodedImage:
     decode: Callable[[Box], Pixels]
     jpeg: bytes = b""  # a plain JPEG, whose boxes `decode_together` may take
     decoder: DecoderName = "auto"  # of that
+    channels: int = 3
+    dtype: str = "uint8"  # in the file; of other numbers of channels `images.channels` makes float32
 
     def pixels(self, box: Box | None = None) -> Pixels:
-        """Decode the box or the whole image: contiguous uint8 [height, width, 3]; UnreadableImage if damaged."""
+        """Decode the box or the whole image: contiguous uint8 [height, width, 3], or of `images.channels` float32
+        [height, width, channels]; UnreadableImage if damaged."""
         box = box or Box(top=0, left=0, height=self.height, width=self.width)
         assert box.top >= 0 and box.left >= 0 and box.bottom <= self.height and box.right <= self.width
         assert box.height > 0 and box.width > 0
@@ -104,8 +107,8 @@ def read_image(data: bytes, *, decoder: DecoderName = "auto", limit: PixelLimit 
     require_decoder(decoder)
     header = _read_header(data) if data[:3] == _JPEG_MAGIC else None
     if decoder == "pillow" or header is None or not header.is_plain or not header.is_complete:
-        return of_pillow(_open_with_pillow(data), limit=limit)
-    _check_size(header.height, header.width, limit)
+        return of_pillow(open_with_pillow(data), limit=limit)
+    check_size(header.height, header.width, limit)
     return EncodedImage(header.height, header.width, partial(_decode, data, header, decoder), data, decoder)
 
 
@@ -130,7 +133,7 @@ def decode_together(parts: Sequence[tuple[EncodedImage, Box]]) -> list[Pixels | 
 
 def of_pillow(image: Image.Image, *, limit: PixelLimit = USUAL_LIMIT) -> EncodedImage:
     """Take an opened image, with `read_image`'s rules for colours and sizes."""
-    _check_size(image.height, image.width, limit)
+    check_size(image.height, image.width, limit)
     return EncodedImage(image.height, image.width, decode=partial(_pillow_pixels, image))
 
 
@@ -143,7 +146,7 @@ def read_reduced(
     """
     header = _read_header(data) if data[:3] == _JPEG_MAGIC else None
     if header is not None and header.is_plain and header.is_complete:
-        _check_size(header.height, header.width, limit)
+        check_size(header.height, header.width, limit)
         import simplejpeg
 
         try:
@@ -151,10 +154,10 @@ def read_reduced(
             return header.height, header.width, reduced if colours == "RGB" else reduced[..., 0]
         except ValueError:
             pass
-    opened = _open_with_pillow(data)
+    opened = open_with_pillow(data)
     height, width = opened.height, opened.width
-    _check_size(height, width, limit)
-    with _refusals():
+    check_size(height, width, limit)
+    with refusals():
         opened.draft("L" if colours == "GRAY" else "RGB", (least_pixels, least_pixels))
         pixels = _eight_bit(opened).convert("RGB")
         return height, width, np.array(pixels if colours == "RGB" else pixels.convert("L"))
@@ -166,7 +169,7 @@ def peek_size(start: bytes) -> tuple[int, int] | None:
     if header is not None:
         return header.height, header.width
     try:
-        opened = _open_with_pillow(start)
+        opened = open_with_pillow(start)
     except UnreadableImage:
         return None
     return opened.height, opened.width
@@ -222,7 +225,8 @@ def _read_header(data: bytes) -> _Header | None:
     )
 
 
-def _check_size(height: int, width: int, limit: PixelLimit) -> None:
+def check_size(height: int, width: int, limit: PixelLimit) -> None:
+    """UnreadableImage if an image has more pixels than `limit`."""
     if height * width > limit.pixels:
         raise UnreadableImage(f"it has {width} x {height} pixels, more than the {limit.pixels:,} of {limit.name}")
 
@@ -231,7 +235,7 @@ def _decode(data: bytes, header: _Header, decoder: DecoderName, box: Box) -> Pix
     """Decode a plain JPEG's box; if the decoder declines, Pillow tolerates more or gives the reason."""
     device = _device(decoder, height=header.height, width=header.width, box=box)
     pixels = decode_nvimgcodec.decode_jpegs([(data, box)], device=device)[0] if device else _simplejpeg(data, box)
-    return _pillow_pixels(_open_with_pillow(data), box) if pixels is None else pixels
+    return _pillow_pixels(open_with_pillow(data), box) if pixels is None else pixels
 
 
 def _device(decoder: DecoderName, *, height: int, width: int, box: Box) -> decode_nvimgcodec.Device | None:
@@ -253,28 +257,29 @@ def _simplejpeg(data: bytes, box: Box) -> Pixels | None:
     return np.ascontiguousarray(whole[box.top : box.bottom, box.left : box.right])
 
 
-def _open_with_pillow(data: bytes) -> Image.Image:
+def open_with_pillow(data: bytes) -> Image.Image:
     """Read the header; UnreadableImage if it is not an image or has more pixels than Pillow allows."""
     from PIL import Image
 
-    with _refusals():
+    with refusals():
         return Image.open(io.BytesIO(data), formats=_PILLOW_FORMATS)
 
 
 def _pillow_pixels(image: Image.Image, box: Box) -> Pixels:
-    with _refusals():
+    with refusals():
         part = _eight_bit(image).crop((box.left, box.top, box.right, box.bottom))
         return np.array(part.convert("RGB"))  # a copy: torch wants writable memory
 
 
 @contextmanager
-def _refusals() -> Iterator[None]:
+def refusals() -> Iterator[None]:
+    """Raise what a decoder says of damaged bytes as UnreadableImage."""
     from PIL import UnidentifiedImageError
 
     try:
         yield
-    except MemoryError:
-        raise  # the machine's fault, not the image's
+    except (MemoryError, UnreadableImage):
+        raise  # the latter says all; the former is the machine's fault, not the image's
     except UnidentifiedImageError as error:  # its message has a memory address in it
         raise UnreadableImage("not a readable image (of no known format)") from error
     except Exception as error:  # damaged bytes can make Pillow raise anything

@@ -32,7 +32,7 @@ def resize(
     antialias: Antialias = "antialiased",
     into: Pixels | None = None,
 ) -> Pixels:
-    """Resize uint8 [H, W, 3] to [height, width, 3], in `into` if given; may return the image itself.
+    """Resize uint8 or float32 [H, W, C] to [height, width, C], in `into` if given; may return the image itself.
 
     `antialias` is for bilinear: leave it at its default for others. Pixel centres are at halves; the border repeats.
     """
@@ -43,7 +43,7 @@ def resize(
     if interpolation == "area":
         return placed(_area_average(image, height=height, width=width), into)
     if into is None:
-        into = np.empty((height, width, 3), dtype=np.uint8)
+        into = np.empty((height, width, image.shape[2]), dtype=image.dtype)
     assert antialias == "antialiased" or interpolation == "bilinear"
     kernel, from_numpy = _torch_kernel(interpolation, antialias)
     source, target = _channels_last(np.ascontiguousarray(image)), _channels_last(into)
@@ -69,8 +69,8 @@ def placed(pixels: Pixels, into: Pixels | None) -> Pixels:
     return into
 
 
-def _channels_last(image: Pixels) -> NDArray[np.uint8]:
-    """View [h, w, 3] as [1, 3, h, w], with the strides that torch resizes 2 to 4 times faster."""
+def _channels_last(image: Pixels) -> Pixels:
+    """View [h, w, c] as [1, c, h, w], with the strides that torch resizes 2 to 4 times faster."""
     # [None] would give the new axis stride 0. Each operation costs five times as much between two decodings, which
     # empty the processor's caches, so there are few, and numpy's.
     return image.reshape(1, *image.shape).transpose(0, 3, 1, 2)
@@ -83,10 +83,10 @@ def _bilinear_cast(image: Pixels, *, height: int, width: int) -> Pixels:
     rows, place = np.unique(np.concatenate([top, bottom]), return_inverse=True)
     used = image.take(rows, axis=0)
     low, high = (used.take(at, axis=1).reshape(len(rows), -1).astype(np.float32) for at in (left, right))
-    low += (high - low) * np.repeat(across, 3)
+    low += (high - low) * np.repeat(across, image.shape[2])
     low, high = low.take(place[:height], axis=0), low.take(place[height:], axis=0)
     low += (high - low) * down[:, None]
-    return low.astype(np.uint8).reshape(height, width, 3)
+    return low.astype(image.dtype).reshape(height, width, -1)
 
 
 def _neighbours(length: int, size: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32]]:
@@ -101,13 +101,13 @@ def _area_average(image: Pixels, *, height: int, width: int) -> Pixels:
     """Average each output pixel's area, in TensorFlow's order of float32 sums so that whole numbers truncate alike."""
     columns, column_share = _spans(image.shape[1], width)
     rows, row_share = _spans(image.shape[0], height)
-    across = np.zeros((image.shape[0], width, 3), dtype=np.float32)
+    across = np.zeros((image.shape[0], width, image.shape[2]), dtype=np.float32)
     for position, weight in columns:
         across += image[:, position] * weight[None, :, None]
-    both = np.zeros((height, width, 3), dtype=np.float32)
+    both = np.zeros((height, width, image.shape[2]), dtype=np.float32)
     for position, weight in rows:
         both += across[position] * weight[:, None, None]
-    return (both * (np.float32(1) / (row_share * column_share))).astype(np.uint8)
+    return (both * (np.float32(1) / (row_share * column_share))).astype(image.dtype)
 
 
 def _spans(length: int, size: int) -> tuple[list[tuple[NDArray[np.int64], NDArray[np.float32]]], np.float32]:

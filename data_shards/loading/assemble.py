@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 from torch.utils.data import get_worker_info
 
 from shardvit.data_shards.errors import CorruptSample, Fault, SampleError, UnreadableImage, UserError
+from shardvit.data_shards.images.channels import open_image
 from shardvit.data_shards.images.crops import Box, Pixels
-from shardvit.data_shards.images.decode import USUAL_LIMIT, EncodedImage, PixelLimit, decode_together, read_image
+from shardvit.data_shards.images.decode import USUAL_LIMIT, EncodedImage, PixelLimit, decode_together
 from shardvit.data_shards.images.transforms import EvalTransform, TrainTransform
 from shardvit.data_shards.loading.batch import Batch
 from shardvit.data_shards.loading.memory import TOGETHER
@@ -57,15 +58,18 @@ class Access:
     decoder: DecoderName = "auto"
     pixel_limit: PixelLimit = USUAL_LIMIT
     on_corrupt: OnCorrupt = "stop"
+    channels: int = 0  # read as they are (`images.channels`); 0: as colours
 
 
 class _Rows:
     """A batch being assembled and its transform; `draws` holds each slot's random numbers."""
 
-    def __init__(self, refs: SampleRefs, *, transform: TrainTransform | EvalTransform, draws: Any) -> None:
+    def __init__(
+        self, refs: SampleRefs, *, transform: TrainTransform | EvalTransform, draws: Any, channels: int = 0
+    ) -> None:
         count = len(refs.sample)
         self.transform, self.draws = transform, draws
-        self.images = _empty_images(count, transform.image_size)
+        self.images = _empty_images(count, transform.image_size, channels=channels)
         self.pixels: Pixels = self.images.numpy()
         self.labels: list[tuple[int, ...]] = [(0,)] * count
         self.keys = [""] * count
@@ -118,7 +122,7 @@ class Assembler:
 
         With `mix` the last row is only mixed into the one before. SampleError for damage that is not substituted.
         """
-        rows = _Rows(refs, transform=transform, draws=draws)
+        rows = _Rows(refs, transform=transform, draws=draws, channels=self._access.channels)
         rows.mirrored = transform.mirrors(draws).tolist()
         for slot, is_whole in self._fill(rows, refs):
             if not is_whole:
@@ -139,7 +143,7 @@ class Assembler:
 
     def evaluate(self, refs: SampleRefs, *, counted: NDArray[np.bool_], transform: EvalTransform) -> Batch:
         """Make a held-out batch, without counting padding and damaged images; SampleError if no damage is allowed."""
-        rows = _Rows(refs, transform=transform, draws=[None] * len(counted))
+        rows = _Rows(refs, transform=transform, draws=[None] * len(counted), channels=self._access.channels)
         for slot, is_whole in self._fill(rows, refs):
             if not is_whole:
                 rows.keys[slot] = rows.faults[-1].key
@@ -173,7 +177,7 @@ class Assembler:
         try:
             raw = self._reader.read(sample[0], row=sample[1])
             key = raw.key
-            image = read_image(raw.image, decoder=access.decoder, limit=access.pixel_limit)
+            image = open_image(raw.image, channels=access.channels, decoder=access.decoder, limit=access.pixel_limit)
             box = rows.transform.box(image.height, image.width, draws=rows.draws[slot])
             return _Begun(slot, sample, key, raw.labels, (image, box))
         except (UserError, CorruptSample, UnreadableImage) as error:
@@ -211,12 +215,13 @@ class Assembler:
         return True
 
 
-def _empty_images(count: int, size: int) -> torch.Tensor:
-    """Allocate uint8 [count, size, size, 3], in shared memory in a worker process."""
-    shape = (count, size, size, 3)
+def _empty_images(count: int, size: int, *, channels: int) -> torch.Tensor:
+    """Allocate uint8 [count, size, size, 3] or float32 [..., channels], in shared memory in a worker process."""
+    shape, dtype = (count, size, size, channels or 3), torch.float32 if channels else torch.uint8
     if get_worker_info() is None:
-        return torch.empty(shape, dtype=torch.uint8)
-    return torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage._new_shared(math.prod(shape))).view(shape)
+        return torch.empty(shape, dtype=dtype)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    return torch.empty(0, dtype=dtype).set_(torch.UntypedStorage._new_shared(num_bytes)).view(shape)
 
 
 def _note(samples: Sequence[tuple[int, int]]) -> None:

@@ -1,4 +1,4 @@
-"""A micro-batch of uint8 pixels and labels; flip, normalisation, erasing and mixing follow on the device."""
+"""A micro-batch of pixels and labels; flip, normalisation, erasing and mixing follow on the device."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +18,9 @@ class Batch:
     may be on a GPU (`device_prefetch`); the other fields stay on the host, where they are used.
     """
 
-    images: torch.Tensor  # uint8 [n, size, size, 3]
+    images: (
+        torch.Tensor
+    )  # uint8 [n, size, size, 3]; with channels (`images.channels`) float32 [n, size, size, channels]
     mirrored: torch.Tensor  # bool [n]: flip left to right on the device
     labels: torch.Tensor  # int64 [n], or [n, k] padded with -1 where samples have several labels or none
     counted: torch.Tensor  # bool [n]: False for padding and damage in evaluation
@@ -32,7 +34,7 @@ class Batch:
 
 
 def batch_of(images: torch.Tensor, *, keys: Sequence[str]) -> Batch:
-    """Wrap uint8 pixels [n, S, S, 3] as a batch without labels (-1)."""
+    """Wrap pixels as in `Batch.images` as a batch without labels (-1)."""
     count = len(images)
     return Batch(
         images=images,

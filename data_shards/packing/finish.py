@@ -71,8 +71,9 @@ def finish(job: PackJob, *, report: Report) -> Counts:
             kept[job.plan.split(number)[0]].append(number)
     if unreadable and "unreadable" not in job.request:
         raise found.unreadable_error(unreadable, job)
+    dtype = _dtype(job, records)
     manifests = [
-        _manifest(job, split, [records[number].shard for number in numbers]) for split, numbers in kept.items()
+        _manifest(job, split, [records[number].shard for number in numbers], dtype) for split, numbers in kept.items()
     ]
     _report_lost_classes(job, records, report)
     seen = job.work.read(SEEN_FILE)
@@ -138,7 +139,19 @@ def _records(job: PackJob) -> Iterator[ShardRecord]:
         )
 
 
-def _manifest(job: PackJob, split: SplitName, shards: Sequence[Shard]) -> Manifest:
+def _dtype(job: PackJob, records: Mapping[int, ShardRecord]) -> str:
+    """Return the type of all images' values, where channels are asked for; UserError if there are several."""
+    found = sorted({dtype for record in records.values() for dtype in record.dtypes})
+    if len(found) > 1:
+        first = ", ".join(
+            f"{dtype} in {next(job.file(number) for number, each in records.items() if dtype in each.dtypes)}"
+            for dtype in found
+        )
+        raise UserError(f"{job.source}: its images are of several types ({first}): convert them to one")
+    return "".join(found)
+
+
+def _manifest(job: PackJob, split: SplitName, shards: Sequence[Shard], dtype: str) -> Manifest:
     if not shards:
         raise UserError(f"{job.source}: no image of split {split} can be read; fix them")
     return Manifest(
@@ -149,6 +162,8 @@ def _manifest(job: PackJob, split: SplitName, shards: Sequence[Shard]) -> Manife
         tuple(shards),
         job.source,
         labels=LABEL_SPECS[job.kind],
+        channels=job.channels,
+        dtype=dtype,
         without_matches_of=tuple(job.request.get("without_matches_of", ())) if split == "train" else (),
     )
 

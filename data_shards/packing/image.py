@@ -11,8 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardvit.data_shards.errors import UnreadableImage, UserError
+from shardvit.data_shards.images.channels import NPY_MAGIC, open_image
 from shardvit.data_shards.images.crops import Pixels
-from shardvit.data_shards.images.decode import PixelLimit, read_image
+from shardvit.data_shards.images.decode import PixelLimit
+from shardvit.data_shards.images.tiff import TIFF_MAGICS
 
 # The content decides a member's extension, not the file name: ImageNet has a PNG named .JPEG. MPO, from some cameras,
 # is a JPEG followed by more JPEGs.
@@ -44,23 +46,33 @@ class PackedImage:
     data: bytes
     extension: str
     pixels: Pixels
+    dtype: str = "uint8"  # of the values in the file
 
 
-def prepare_image(data: bytes, *, resize: Resize | None = None, limit: PixelLimit = PACKED_LIMIT) -> PackedImage:
-    """Decode an image in full; return its bytes, or the downscaled image's. UnreadableImage if it cannot be packed."""
+def prepare_image(
+    data: bytes, *, resize: Resize | None = None, limit: PixelLimit = PACKED_LIMIT, channels: int = 0
+) -> PackedImage:
+    """Decode an image in full, as colours or as so many channels; return its bytes, or the downscaled image's.
+
+    UnreadableImage if it cannot be packed.
+    """
     if not data:
         raise UnreadableImage("the file is empty")
-    image = read_image(data, limit=limit)
+    if data.startswith(NPY_MAGIC) and not channels:
+        raise UnreadableImage("an npy array: give --channels, the number of channels that every image has")
+    image = open_image(data, channels=channels, limit=limit)
     pixels = image.pixels()
     if resize is not None and min(image.height, image.width) > resize.short_pixels:
         pixels = _reduced(pixels, resize)
         return PackedImage(_encoded(pixels, resize), "jpg", pixels)
-    return PackedImage(data, _extension(data), pixels)
+    return PackedImage(data, _extension(data), pixels, image.dtype)
 
 
 def _extension(data: bytes) -> str:
     if data.startswith(_JPEG_MAGIC):
         return "jpg"
+    if data.startswith(NPY_MAGIC) or data[:4] in TIFF_MAGICS:
+        return "npy" if data.startswith(NPY_MAGIC) else "tif"
     from PIL import Image
 
     with Image.open(io.BytesIO(data)) as image:

@@ -100,6 +100,11 @@ class PackJob:
         return Resize(**found) if (found := self.request.get("resize")) else None
 
     @property
+    def channels(self) -> int:
+        """0: colours."""
+        return self.request.get("channels", 0)
+
+    @property
     def work(self) -> Folder:
         return work_folder(self.out)
 
@@ -195,6 +200,7 @@ def write_table(shards: Sequence[ShardPlan], name: str, job: PackJob, *, first: 
     marks: list[str] = []
     table = PlanTable(name, splits, sizes, marks, per_part)
     options = (job.resize, job.pixel_limit.pixels, version("pillow"), version("simplejpeg"), job.classes)
+    options += (job.channels,) if job.channels else ()
     base = hashlib.sha256(repr(options).encode())
     for start in range(0, len(shards), per_part):
         stream, writer = io.BytesIO(), None
@@ -229,7 +235,7 @@ def load_job(out: str) -> PackJob | None:
         content |= {"containers": tuple(Container(**each) for each in content["containers"])}
         content |= {"classes": tuple(content["classes"]), "start": Start(**content["start"])}
         job = PackJob(out, **content)
-        _ = job.source, job.resize, job.pixel_limit  # raise if the request is broken
+        _ = job.source, job.resize, job.pixel_limit, job.channels  # raise if the request is broken
         return job
     except FileNotFoundError:
         return None

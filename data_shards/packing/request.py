@@ -18,6 +18,7 @@ from shardvit.data_shards.packing.sources.tars.samples import SampleOptions
 from shardvit.data_shards.shards.shard_set import ShardSet
 from shardvit.data_shards.store.store import Store
 from shardvit.data_shards.text import parse_json
+from shardvit.data_shards.vocabulary import MOST_CHANNELS
 
 if TYPE_CHECKING:
     from shardvit.data_shards.checking.near_duplicates.matches import Matches
@@ -81,6 +82,7 @@ class PackRequest:
     exclusion: Exclusion | None = None
     existing: Literal["refuse", "append"] = "refuse"  # an OUT of another request
     reread: Literal["changed", "all"] = "changed"  # if OUT exists: compare the bytes of changed images, or of all
+    channels: int | None = None  # of every image, read as they are; None: any image, as colours of 8 bits
     seed: int = 0  # of shuffle and holdout
 
     def __post_init__(self) -> None:
@@ -96,6 +98,10 @@ class PackRequest:
             if (number := getattr(self, name)) is not None and number < 1:
                 flag = f"--{name.removesuffix('_bytes').replace('_', '-')}"
                 raise UserError(f"{flag}: must be at least 1, not {number}")
+        if self.channels is not None and not 1 <= self.channels <= MOST_CHANNELS:
+            raise UserError(f"--channels: must be from 1 to {MOST_CHANNELS}, not {self.channels}")
+        if self.channels is not None and self.resize is not None:
+            raise UserError("--resize-short: reduced images are JPEGs, in colour; leave it out with --channels")
         if self.resize is not None and self.shard_size_bytes is not None:
             raise UserError("shard_size: the size of reduced images is not known yet; give samples_per_shard instead")
 
@@ -114,6 +120,7 @@ class PackRequest:
             "shard_size_bytes": self.shard_size_bytes,
             "resize": asdict(self.resize) if self.resize else None,
             "max_image_pixels": self.pixel_limit.pixels if self.pixel_limit != PACKED_LIMIT else None,
+            "channels": self.channels,
             "unreadable": self.unreadable if self.unreadable == "skip" else None,
             "without_matches_of": [each.digest for each in self.exclusion.sets] if self.exclusion else None,
             "duplicates": self.duplicates if self.duplicates == "drop" else None,

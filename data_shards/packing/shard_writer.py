@@ -64,6 +64,7 @@ class ShardRecord:
     index_bytes: int
     image_digests: bytes
     refused: tuple[RefusedImage, ...]  # planned images missing from the tar
+    dtypes: tuple[str, ...] = ()  # of its images' values, where channels are asked for
 
 
 class MadeShard(NamedTuple):
@@ -81,7 +82,8 @@ def make_shard(job: PackJob, number: int) -> MadeShard:
     plan, file = job.shard(number), job.file(number)
     with scratch_folder(job.out) as own:
         tar = own / plan.file
-        record = write_shard(plan, tar, mark=job.plan.marks[number], resize=job.resize, pixel_limit=job.pixel_limit)
+        options = {"resize": job.resize, "pixel_limit": job.pixel_limit, "channels": job.channels}
+        record = write_shard(plan, tar, mark=job.plan.marks[number], **options)
         for each in (index_path(tar), tar):
             job.result.put(f"{file.rpartition('/')[0]}/{each.name}", each)
         job.work.write(statistics_file(file), _statistics_path(tar).read_bytes())
@@ -166,12 +168,19 @@ def _digest_all(images: ImageSet) -> bytes:
 
 
 def write_shard(
-    plan: ShardPlan, path: Path, *, pixel_limit: PixelLimit, resize: Resize | None = None, mark: str = ""
+    plan: ShardPlan,
+    path: Path,
+    *,
+    pixel_limit: PixelLimit,
+    resize: Resize | None = None,
+    mark: str = "",
+    channels: int = 0,
 ) -> ShardRecord:
     """Write the tar, and beside it its index and the rows of its statistics."""
     digests: list[bytes] = []
     statistics: list[SampleStatistics] = []
     refused: list[RefusedImage] = []
+    dtypes: set[str] = set()
     with open(path, "wb", buffering=_BUFFER_BYTES) as stream, tar_writer(tar := _Digested(stream)) as writer:
         for position in range(len(plan)):
             give_up_if_stopped()
@@ -179,7 +188,7 @@ def write_shard(
             try:
                 data = plan.images.read(position)
                 digest = image_digest(data)
-                image = prepare_image(data, resize=resize, limit=pixel_limit)
+                image = prepare_image(data, resize=resize, limit=pixel_limit, channels=channels)
             except (UnreadableImage, OSError) as error:
                 reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
                 refused.append(RefusedImage(position, reason, was_read=data is not None))
@@ -187,6 +196,7 @@ def write_shard(
                 extension, label = plan.label_member(position)
                 key, labels = plan.key(position), class_numbers(plan.labels[position])
                 writer.write({"__key__": key, image.extension: image.data, extension: label})
+                dtypes |= {image.dtype} if channels else set()
                 own = digest if image.data is data else image_digest(image.data)
                 measured = image_statistics(image.pixels, image.data, digest=own)
                 trace = plan.images.trace(position)
@@ -194,13 +204,14 @@ def write_shard(
             digests.append(digest)
     part = LABEL_SPECS["single" if plan.labels.ndim == 1 else "multi"].part
     write_index(build_index(path, label=part), index_path(path), label=part)
-    _statistics_path(path).write_bytes(to_parquet(statistics))
+    _statistics_path(path).write_bytes(to_parquet(statistics, channels=channels))
     return ShardRecord(
         mark=mark,
         shard=Shard(plan.file, len(plan) - len(refused), tar.num_bytes, tar.digest.hexdigest()),
         index_bytes=index_path(path).stat().st_size,
         image_digests=b"".join(digests),
         refused=tuple(refused),
+        dtypes=tuple(sorted(dtypes)),
     )
 
 

@@ -212,4 +212,5 @@ def _packed(manifest: Manifest, location: str, *, files: ShardFiles | None = Non
     found = {"stamps": files.stamps, "damaged": tuple(files.damage)} if files else {}
     table = ShardTable.of(source_of, manifest.shards, **found)
     source = redacted(location) if not root else root if file == MANIFEST_FILE else os.path.join(root, file)
-    return ShardSet(manifest.name, source, manifest.split, manifest.classes, table, manifest.digest)
+    its = (manifest.name, source, manifest.split, manifest.classes, table, manifest.digest)
+    return ShardSet(*its, channels=manifest.channels, dtype=manifest.dtype)

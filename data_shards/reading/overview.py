@@ -11,8 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardvit.data_shards.errors import CorruptSample, Fault, SampleError, UnreadableImage
+from shardvit.data_shards.images.channels import open_to_look
 from shardvit.data_shards.images.crops import Pixels
-from shardvit.data_shards.images.decode import USUAL_LIMIT, PixelLimit, peek_size, read_image
+from shardvit.data_shards.images.decode import USUAL_LIMIT, EncodedImage, PixelLimit, peek_size
 from shardvit.data_shards.order.randomness import hash_words
 from shardvit.data_shards.order.sample_order import Int64s
 from shardvit.data_shards.reading.shard_reader import ShardReader
@@ -37,7 +38,7 @@ class DrawnImage:
     shard: int  # number in the set; `row` in the shard
     row: int
     labels: tuple[int, ...]
-    pixels: Pixels  # uint8 [height, width, 3], perhaps reduced
+    pixels: Pixels  # [height, width, channels], perhaps reduced
     height: int  # of the stored image
     width: int
 
@@ -56,6 +57,7 @@ class Overview:
     images: tuple[DrawnImage, ...]  # by class
     damaged: tuple[Fault, ...]
     bytes_read: int  # of the shards' samples
+    shown: tuple[int, ...] = ()  # channels to show as red, green and blue, from 1; (): the first
 
     @property
     def is_whole(self) -> bool:
@@ -71,6 +73,7 @@ def inspect_shards(
     seed: int = 0,
     most_labels: int = MOST_LABELS,
     limit: PixelLimit = USUAL_LIMIT,
+    shown: tuple[int, ...] = (),
 ) -> Overview:
     """Inspect a set and draw `images` from any shards, equally many of each class as far as there are enough."""
     look = _Inspection(shards, store=store, seed=seed, limit=limit)
@@ -88,6 +91,7 @@ def inspect_shards(
         images=drawn,
         damaged=tuple(look.damaged.values()),
         bytes_read=look.bytes_read,
+        shown=shown,
     )
 
 
@@ -151,8 +155,11 @@ class _Inspection:
             self.bytes_read += len(start)
             if size := peek_size(start):
                 return size
-        image = read_image(self._whole(shard, row), limit=self.limit)
+        image = self._opened(shard, row)
         return image.height, image.width
+
+    def _opened(self, shard: int, row: int) -> EncodedImage:
+        return open_to_look(self._whole(shard, row), channels=self.shards.channels, limit=self.limit)
 
     def _whole(self, shard: int, row: int) -> bytes:
         image = self.reader.read(shard, row=row).image
@@ -189,7 +196,7 @@ class _Inspection:
     def _image(self, number: int) -> DrawnImage | None:
         shard, row = self.places[number]
         try:
-            image = read_image(self._whole(shard, row), limit=self.limit)
+            image = self._opened(shard, row)
             pixels = reduced(image.pixels(), longest_side=_LONGEST_SIDE)
         except (CorruptSample, UnreadableImage, SampleError) as error:
             self._add_damage(shard, row, error)
@@ -204,9 +211,13 @@ class _Inspection:
 
 
 def reduced(pixels: Pixels, *, longest_side: int) -> Pixels:
-    """Shrink an image to a longest side of at most that, keeping proportions: uint8 [height, width, 3]."""
-    if max(pixels.shape) <= longest_side:
+    """Shrink an image to a longest side of at most that, keeping proportions: [height, width, channels]; floats
+    without a filter."""
+    if (longest := max(pixels.shape)) <= longest_side:
         return pixels
+    if pixels.dtype != np.uint8:
+        step = -(-longest // longest_side)
+        return pixels[::step, ::step]
     from PIL import Image
 
     picture = Image.fromarray(pixels)

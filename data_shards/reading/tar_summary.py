@@ -21,7 +21,7 @@ from pydantic import Field, TypeAdapter
 from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.shards.labels import LabelSpec, read_values
 from shardvit.data_shards.shards.shard_index import MOST_TAR_BYTES, ShardIndex, load_note, save_index
-from shardvit.data_shards.shards.tar_index import IMAGE_EXTENSIONS, readable_index
+from shardvit.data_shards.shards.tar_index import ARRAY_EXTENSION, IMAGE_EXTENSIONS, readable_index
 from shardvit.data_shards.shards.tar_walk import Pread, TarDamage, walk_tar
 from shardvit.data_shards.shards.webdataset_parts import split_name
 from shardvit.data_shards.text import parse_json
@@ -170,7 +170,7 @@ def peek(read: Pread, num_bytes: int) -> tuple[set[str], list[str]]:
             if split[1] == "json" and member.size <= _MOST_PEEKED_BYTES:
                 keys |= dict.fromkeys(_label_keys(read(member.size, member.offset)))
     suggestions = [part for part in ("cls", "txt") if part in parts] + [f"json:{key}" for key in keys]
-    return {"image" if part in IMAGE_EXTENSIONS else part for part in parts}, suggestions
+    return {"image" if part in IMAGE_EXTENSIONS or part == ARRAY_EXTENSION else part for part in parts}, suggestions
 
 
 def _label_keys(content: bytes) -> list[str]:

@@ -122,6 +122,10 @@ def _as_before(folder: Folder, split: str, now: Manifest, digest: str) -> Manife
     return replace(manifest_of(join(folder.at(split).location, manifest_name(digest)), store=Store()), root=now.root)
 
 
+def _channels(manifest: Manifest) -> str:
+    return f"{manifest.channels} channels of {manifest.dtype}" if manifest.channels else "colours of 8 bits"
+
+
 def join_manifests(before: Mapping[str, Manifest], added: Mapping[str, Manifest]) -> dict[str, Manifest]:
     """Put a set's shards and those appended together; all splits get all classes."""
     classes = next(iter(added.values())).classes
@@ -132,6 +136,10 @@ def join_manifests(before: Mapping[str, Manifest], added: Mapping[str, Manifest]
             if one := old or new:
                 both[split] = replace(one, classes=classes)
             continue
+        if (old.channels, old.dtype) != (new.channels, new.dtype):
+            raise UserError(
+                f"{old.name} has {_channels(old)}, and what is appended {_channels(new)}: give --channels as then"
+            )
         without = tuple(digest for digest in old.without_matches_of if digest in new.without_matches_of)
         both[split] = replace(old, classes=classes, shards=(*old.shards, *new.shards), without_matches_of=without)
     return both

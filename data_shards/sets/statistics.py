@@ -39,17 +39,13 @@ _FACTS = b"shardvit"  # the key of what the file says of the set, as JSON
 
 
 class ImageStatistics(NamedTuple):
-    """An image as it is in the shard; width and height are 0, and the rest None, if it cannot be decoded."""
+    """An image as it is in the shard; width and height are 0, and moments missing, if it cannot be decoded."""
 
     width: int
     height: int
     bytes: int
-    mean_r: float | None  # 0 to 255
-    mean_g: float | None
-    mean_b: float | None
-    std_r: float | None
-    std_g: float | None
-    std_b: float | None
+    means: Sequence[float]  # of each channel, 0 to 255, or with channels as they are read (`images.channels`)
+    stds: Sequence[float]
     digest: str  # hex
 
 
@@ -64,19 +60,19 @@ class SampleStatistics(NamedTuple):
 
 
 def image_statistics(pixels: Pixels | None, data: bytes, *, digest: bytes = b"") -> ImageStatistics:
-    """Measure an image, uint8 [height, width, 3], or None; `digest` of `data` saves hashing (see `data_digest`)."""
+    """Measure an image, [height, width, channels], or None; `digest` of `data` saves hashing (see `data_digest`)."""
     digest = digest or data_digest(data)
     if pixels is None:
-        return ImageStatistics(0, 0, len(data), None, None, None, None, None, None, digest.hex())
+        return ImageStatistics(0, 0, len(data), (), (), digest.hex())
     height, width = pixels.shape[:2]
     steps = -(-height // _GRID), -(-width // _GRID)
     (down, right), (first, left) = steps, ((height - 1) % steps[0] // 2, (width - 1) % steps[1] // 2)
-    grid = pixels[first::down, left::right].reshape(-1, 3).astype(np.float64)
-    # Sums of integers below 2^53 are exact, so the rows are the same on every machine. BLAS is 3 times as fast as sum.
+    grid = pixels[first::down, left::right].reshape(-1, pixels.shape[2]).astype(np.float64)
+    # Sums of integers below 2^53 are exact, so the rows of colours are the same on every machine. BLAS is 3 times as
+    # fast as sum.
     mean = np.ones(len(grid)) @ grid / len(grid)
     std = np.sqrt(np.maximum(np.diagonal(grid.T @ grid) / len(grid) - mean * mean, 0.0))
-    (mean_r, mean_g, mean_b), (std_r, std_g, std_b) = mean.tolist(), std.tolist()
-    return ImageStatistics(width, height, len(data), mean_r, mean_g, mean_b, std_r, std_g, std_b, digest.hex())
+    return ImageStatistics(width, height, len(data), mean.tolist(), std.tolist(), digest.hex())
 
 
 def data_digest(data: bytes) -> bytes:
@@ -84,11 +80,16 @@ def data_digest(data: bytes) -> bytes:
     return hashlib.blake2b(data, digest_size=DIGEST_BYTES).digest()
 
 
-def schema() -> pa.Schema:
+def moment_names(channels: int) -> list[str]:
+    """Name the columns of moments: mean_r, ..., std_b, or mean_1, ..., std_N of so many channels."""
+    return [f"{name}_{each}" for name in ("mean", "std") for each in (range(1, channels + 1) if channels else CHANNELS)]
+
+
+def schema(channels: int = 0) -> pa.Schema:
     """Columns of the table."""
     import pyarrow as pa
 
-    moments = [(f"{name}_{channel}", pa.float32()) for name in ("mean", "std") for channel in CHANNELS]
+    moments = [(name, pa.float32()) for name in moment_names(channels)]
     return pa.schema(
         [
             ("shard", pa.int32()),  # number in the manifest
@@ -106,12 +107,16 @@ def schema() -> pa.Schema:
     )
 
 
-def to_parquet(samples: Sequence[SampleStatistics]) -> bytes:
+def to_parquet(samples: Sequence[SampleStatistics], *, channels: int = 0) -> bytes:
     """Pack the rows of a shard, or of a part of it, for `write_statistics`."""
     import pyarrow as pa
 
-    fields = [*schema()][1:-1]  # without shard and duplicate
-    rows = [(each.row, _text(each.key), each.path and _text(each.path), each.labels, *each.image) for each in samples]
+    fields = [*schema(channels)][1:-1]  # without shard and duplicate
+    unknown = [None] * len(moment_names(channels))
+    rows: list[tuple[object, ...]] = []
+    for row, key, path, labels, image in samples:
+        moments = [*image.means, *image.stds] or unknown
+        rows.append((row, _text(key), path and _text(path), labels, *image[:3], *moments, image.digest))
     columns = zip(*rows, strict=True) if rows else [()] * len(fields)
     arrays = [arrow_array(column, field.type) for field, column in zip(fields, columns, strict=True)]
     return _packed(pa.Table.from_arrays(arrays, schema=pa.schema(fields)))
@@ -152,12 +157,12 @@ def write_statistics(
         "classes": manifest.classes,
         "shards": [shard.file for shard in manifest.shards],
         "unreadable": unreadable,
-    }
-    whole = schema().with_metadata({_FACTS: json.dumps(facts)})
+    } | ({"channels": manifest.channels} if manifest.channels else {})
+    whole = (columns := schema(manifest.channels)).with_metadata({_FACTS: json.dumps(facts)})
     digests = bytearray()
     with tempfile.TemporaryDirectory(dir=scratch, prefix=".statistics-") as scratch_name:
         before, result = (Path(scratch_name) / name for name in ("rows", STATISTICS_FILE))
-        with pq.ParquetWriter(before, plain := schema().remove(len(schema()) - 1), compression="zstd") as writer:
+        with pq.ParquetWriter(before, plain := columns.remove(len(columns) - 1), compression="zstd") as writer:
             for table in _regrouped(parts, plain):
                 digests += bytes.fromhex("".join(table.column("digest").to_pylist()))
                 writer.write_table(table)

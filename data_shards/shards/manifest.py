@@ -22,7 +22,7 @@ from shardvit.data_shards.shards.labels import LabelSpec
 from shardvit.data_shards.shards.location import is_local, join, local_path
 from shardvit.data_shards.shards.row_bitmap import counted_rows
 from shardvit.data_shards.text import brief, one_line
-from shardvit.data_shards.vocabulary import LabelKind, LabelPart
+from shardvit.data_shards.vocabulary import MOST_CHANNELS, LabelKind, LabelPart
 
 MANIFEST_FILE = "manifest.json"
 MANIFEST_VERSION = 1
@@ -36,7 +36,13 @@ _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:")
 _NAMED = re.compile(r"manifest-[A-Za-z0-9_.-]{1,100}\.json")
 _NAMED_URL = re.compile(rf"([^?#]*)/({_NAMED.pattern}|{re.escape(MANIFEST_FILE)})((?:[?#].*)?)", re.DOTALL)
 _PLAIN_FILE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,1000}")  # certainly inside the folder
-_OPTIONAL = ("without_matches_of", "where", "parent")  # fields left out of the file if they are empty
+_OPTIONAL = (
+    "without_matches_of",
+    "where",
+    "parent",
+    "channels",
+    "dtype",
+)  # fields left out of the file if they are empty
 _MOST_NAME = 1024  # characters of a shard's file
 _MOST = 1 << 48  # samples or bytes of one shard: far beyond any, and sums still fit into 64 bits
 
@@ -69,6 +75,8 @@ class Manifest:
     without_matches_of: tuple[str, ...] = ()  # digests of sets whose images were left out
     where: str = ""  # the expression that chose its samples
     parent: str = ""  # digest of the manifest that they were chosen from
+    channels: int = 0  # of every image, read as they are (`images.channels`); 0: any image, as colours of 8 bits
+    dtype: str = ""  # of these: uint8, uint16 or float32
 
     @property
     def num_samples(self) -> int:
@@ -93,11 +101,12 @@ class Manifest:
     @property
     def digest(self) -> str:
         """32 hex digits that change with the shards' bytes (or names and sizes) and order, the samples that count, the
-        classes or labels."""
+        classes, labels or channels."""
         shards: list[object] = [shard.sha256 or f"{shard.file}:{shard.num_bytes}" for shard in self.shards]
         shards = [[each, shard.rows] if shard.rows else each for each, shard in zip(shards, self.shards, strict=True)]
         labels = [] if self.labels == LabelSpec() else [[self.labels.text, self.labels.kind]]
-        return hashlib.sha256(json.dumps([shards, self.classes, *labels]).encode()).hexdigest()[:32]
+        read = [self.channels] if self.channels else []
+        return hashlib.sha256(json.dumps([shards, self.classes, *labels, *read]).encode()).hexdigest()[:32]
 
 
 @dataclass(frozen=True)
@@ -124,6 +133,8 @@ class _ManifestFile:
     without_matches_of: tuple[str, ...] = ()
     where: str = ""
     parent: str = ""
+    channels: int = 0
+    dtype: str = ""
 
 
 def manifest_name(name: str) -> str:
@@ -279,6 +290,8 @@ def _check(manifest: Manifest) -> None:
     files = [shard.file for shard in manifest.shards]
     if len(set(files)) != len(files):
         raise ValueError("'shards' names a file twice")
+    if not 0 <= manifest.channels <= MOST_CHANNELS:
+        raise ValueError(f"'channels' is {brief(manifest.channels)}, not 1 to {MOST_CHANNELS}")
     for file in files:
         if not _PLAIN_FILE.fullmatch(file):
             _check_inside(file)

@@ -282,6 +282,8 @@ class ShardSet:
     digest: str  # at most 32 hex digits that change with the content, not with the place
     damage: tuple[str, ...] = ()  # tolerated damage, a sentence each
     lost_samples: int = 0
+    channels: int = 0  # as in `Manifest`, with dtype
+    dtype: str = ""
 
     @property
     def num_samples(self) -> int:
@@ -343,6 +345,9 @@ def merge_shard_sets(sets: Sequence[ShardSet]) -> ShardSet:
             raise UserError(
                 f"{first.source} and {other.source} cannot be mixed: in one of them a sample has a list of labels"
             )
+        if other.channels != first.channels:
+            both = (f"{each.source} has {each.channels or 'three 8-bit'} channels" for each in (first, other))
+            raise UserError(f"{' and '.join(both)}: they cannot be mixed; pack both with the same --channels")
     return replace(
         first,
         name=" + ".join(dict.fromkeys(one.name for one in sets)),

@@ -20,6 +20,7 @@ from shardvit.data_shards.shards.webdataset_parts import split_name
 from shardvit.data_shards.text import one_line
 from shardvit.data_shards.vocabulary import LabelPart
 
+ARRAY_EXTENSION = "npy"  # an image in samples that have no other
 IMAGE_EXTENSIONS = frozenset({"jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm"})
 _VERSION = "v1.2"
 
@@ -145,6 +146,7 @@ def grouped(members: Iterable[Member], *, label: LabelPart | None, damage: str =
     """Group members by key into samples, and take those with exactly one image and one label (None: no label)."""
     keys: list[str] = []
     images: list[list[tuple[str, int, int]]] = []  # per sample: extension, offset, size
+    arrays: list[list[tuple[str, int, int]]] = []
     labels: list[list[tuple[int, int]]] = []
     for name, offset, size in members:
         if (split := split_name(name)) is None:
@@ -153,11 +155,15 @@ def grouped(members: Iterable[Member], *, label: LabelPart | None, damage: str =
         if not keys or key != keys[-1]:
             keys.append(key)
             images.append([])
+            arrays.append([])
             labels.append([])
         if extension == label:
             labels[-1].append((offset, size))
         elif extension in IMAGE_EXTENSIONS:
             images[-1].append((extension, offset, size))
+        elif extension == ARRAY_EXTENSION:
+            arrays[-1].append((extension, offset, size))
+    images = [found or others for found, others in zip(images, arrays, strict=True)]
     counts, num_labels = [*zip(map(len, images), map(len, labels), strict=True)], int(label is not None)
     whole = [row for row, count in enumerate(counts) if count == (1, num_labels)]
     left_out = [

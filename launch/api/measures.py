@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from shardvit.pipeline.transfer.results import TransferRecord
     from shardvit.pipeline.using.predict import Predictor
 
-Channels = tuple[float, float, float]
+Channels = tuple[float, ...]
 
 
 def pack(source: PathLike, out: PathLike, *, report: Report = print, **options: Any) -> PackReport:

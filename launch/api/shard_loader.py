@@ -77,8 +77,8 @@ class OpenedShards(ShardSet):
         augment: Mapping[str, Any] | None = None,
         protocol: EvalProtocol = "vit",
         crop_share: float | None = None,
-        mean: tuple[float, float, float] = GOOGLES.mean,
-        std: tuple[float, float, float] = GOOGLES.std,
+        mean: tuple[float, ...] = GOOGLES.mean,
+        std: tuple[float, ...] = GOOGLES.std,
         lanes: int | Literal["auto"] = "auto",
         shuffle_window_images: int = DataConfig().shuffle_window_images,
         workers: int = 4,
@@ -139,7 +139,7 @@ class OpenedShards(ShardSet):
         from shardvit.data_shards.loading.loader import EvalBatches, Layout, TrainBatches
         from shardvit.pipeline.stage.batches import OwnAugment, erasing, mixup, train_transform
 
-        access = Access(self, store=self.store, decoder=decoder, on_corrupt=on_corrupt)
+        access = Access(self, store=self.store, decoder=decoder, on_corrupt=on_corrupt, channels=self.channels)
         here = max(1, batch_size // world_size)
         normalisation = Normalisation(mean=mean, std=std)
         if use == "evaluate":

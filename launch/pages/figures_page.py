@@ -39,7 +39,7 @@ from shardvit.pipeline.runs.evaluations import OWN_SET
 from shardvit.pipeline.runs.pictures import DrawRequest
 from shardvit.pipeline.transfer.results import model_origin
 from shardvit.pipeline.using.find_model import FoundModel, find_model
-from shardvit.pipeline.using.predict import DeviceChoice, chosen_device
+from shardvit.pipeline.using.predict import DeviceChoice, channels_of, chosen_device
 
 NUMBERS_FILE = "numbers.npz"
 _FAULTS_SHOWN = 5
@@ -133,7 +133,8 @@ def _images(
     spec = ShardsSpec(place, label=wanted.label, classes=wanted.classes)
     shards = open_shards(spec, damaged="report", report=say, store=store)
     notes += shards.damage[:_FAULTS_SHOWN]
-    access = Access(shards, store=store, pixel_limit=limit, on_corrupt="substitute")
+    channels = channels_of(shards, meta)
+    access = Access(shards, store=store, pixel_limit=limit, on_corrupt="substitute", channels=channels)
     return images_of_shards(access, meta=meta, count=count, fetch="missing"), shards.classes
 
 

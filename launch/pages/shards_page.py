@@ -99,8 +99,9 @@ def show_recipe(recipe: Recipe, *, stage: StageName, step: int, inspect: Inspect
         "epochs; looked at before training.",
         facts=_facts({"train": data.train, "held out": data.eval}),
     )
-    blocks = made.pictures(batch_pictures(recipe, stage=stage, data=data, step=step))
-    blocks += made.pictures(evaluation_crops(recipe, stage=stage, data=data, images=held_out.images))
+    blocks = made.pictures(batch_pictures(recipe, stage=stage, data=data, step=step, shown=held_out.shown))
+    crops = evaluation_crops(recipe, stage=stage, data=data, images=held_out.images, shown=held_out.shown)
+    blocks += made.pictures(crops)
     intro = "Read by the code that training reads with, so that these are the very pixels."
     made.sections.append(PageSection("What the model will see", blocks, intro=intro))
     _add_set(made, train, title="Training set", prefix="train_", image_size=size)

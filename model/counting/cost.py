@@ -130,19 +130,19 @@ class ResnetCost:
     size: int
 
 
-def stem_cost(layers: tuple[int, ...], *, width_factor: int, image_size: int) -> ResnetCost:
+def stem_cost(layers: tuple[int, ...], *, width_factor: int, image_size: int, image_channels: int = 3) -> ResnetCost:
     """A hybrid's stem. Strides of 2 pad by a copy; each ReLU's output is counted where it goes."""
     width, size = _ROOT_WIDTH * width_factor, image_size // 2
-    first = convolution(image_size, 3, width, kernel=7, stride=2, copied=5)
+    first = convolution(image_size, image_channels, width, kernel=7, stride=2, copied=5)
     root = first + _group_norm(size, width) + saved(width * size**2) + _max_pool(size, width, copied=1)
     units, channels, size = _stages(layers, width=width, size=size // 2, norms="after")
     return ResnetCost(first, root, units, channels, size)
 
 
-def resnet_cost(sizes: ResnetSizes, *, image_size: int) -> ResnetCost:
+def resnet_cost(sizes: ResnetSizes, *, image_size: int, image_channels: int = 3) -> ResnetCost:
     """A pure ResNet: a norm and a ReLU follow the last unit."""
     width, size = _ROOT_WIDTH * sizes.width_factor, image_size // 2
-    first = convolution(image_size, 3, width, kernel=7, stride=2)
+    first = convolution(image_size, image_channels, width, kernel=7, stride=2)
     root = first + _max_pool(size, width, copied=2)
     units, channels, size = _stages(sizes.layers, width=width, size=size // 2, norms="before")
     return ResnetCost(first, root + _group_norm(size, channels) + saved(channels * size**2), units, channels, size)

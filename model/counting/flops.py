@@ -81,7 +81,7 @@ def account(
         return Accounting(parameters, flops, 3 * flops, 0, kept_bytes, kept_bytes)
     logits = _head(config.num_features, num_classes=num_classes, head=head)
     if config.kind == "resnet":
-        resnet = resnet_cost(config.resnet, image_size=image_size)
+        resnet = resnet_cost(config.resnet, image_size=image_size, image_channels=config.channels)
         ends = resnet.ends + logits
         return _accounting(resnet.units, ends=ends, first=resnet.first, tokens=0, every=checkpointed_every)
 
@@ -129,9 +129,14 @@ def _embedding(config: ModelConfig, *, image_size: int) -> tuple[Cost, Cost, Cha
     """Cost of all before the tokens, that of its first convolution, and a hybrid's units."""
     sizes = config.sizes
     if sizes.resnet_layers is None:
-        first = _patch_embedding(image_size, 3, sizes)
+        first = _patch_embedding(image_size, config.channels, sizes)
         return first, first, Chain()
-    stem = stem_cost(sizes.resnet_layers, width_factor=sizes.resnet_width_factor, image_size=image_size)
+    stem = stem_cost(
+        sizes.resnet_layers,
+        width_factor=sizes.resnet_width_factor,
+        image_size=image_size,
+        image_channels=config.channels,
+    )
     return stem.ends + _patch_embedding(stem.size, stem.channels, sizes), stem.first, stem.units
 
 

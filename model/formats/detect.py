@@ -91,7 +91,7 @@ def read_external(path: Path, *, config: ModelConfig | None = None, hints: UserH
             f"{path} is of no kind that can be imported: looked for a folder with config.json, or a file .npz, .pt2, "
             f"{', '.join(SUFFIXES)}"
         )
-    return found.with_loss(hints.loss)
+    return found.with_every_channel().with_loss(hints.loss)
 
 
 def _folder(folder: Path, *, config: ModelConfig | None) -> ExternalModel:

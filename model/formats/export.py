@@ -156,7 +156,8 @@ def _npz_objection(meta: SavedModelMeta, *, to: Literal["npz", "big_vision"]) ->
 
 def _pixels(meta: SavedModelMeta) -> str:
     mean, std = (f"({', '.join(f'{value:g}' for value in values)})" for values in (meta.mean, meta.std))
+    kind = "RGB" if meta.raw_channels == 0 else f"{meta.raw_channels}-channel"
     return (
-        f"it takes RGB squares of {meta.image_size} pixels, (x - {mean}) / {std} with x from 0 to 1, prepared by the "
-        f"evaluation protocol {meta.eval_protocol}"
+        f"it takes {kind} squares of {meta.image_size} pixels, (x - {mean}) / {std} with x from 0 to 1, prepared by "
+        f"the evaluation protocol {meta.eval_protocol}"
     )

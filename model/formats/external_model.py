@@ -20,7 +20,15 @@ from shardvit.model.config import ModelConfig
 from shardvit.model.saved.model_folder import SavedModelMeta, check_state, first_mistake
 from shardvit.model.saved.state_shapes import StateSizes, read_sizes, shapes_of, variant_of
 from shardvit.model.variants import VARIANTS, VitSizes
-from shardvit.model.vocabulary import ClassTokenPosition, Gelu, HeadKind, Interpolation, LossKind, PositionKind
+from shardvit.model.vocabulary import (
+    COLOUR_CHANNELS,
+    ClassTokenPosition,
+    Gelu,
+    HeadKind,
+    Interpolation,
+    LossKind,
+    PositionKind,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -144,13 +152,21 @@ class ExternalModel:
     num_classes: int  # 0: no head, see `headless`
     head: HeadKind
     class_names: tuple[str, ...] = ()  # () if the file has none
-    mean: tuple[float, float, float] = GOOGLE_MEAN
-    std: tuple[float, float, float] = GOOGLE_STD
+    mean: tuple[float, ...] = GOOGLE_MEAN  # of three: others get GOOGLE_MEAN for each channel, see `_record`
+    std: tuple[float, ...] = GOOGLE_STD
     loss: LossKind | None = None  # None: unknown
     eval_protocol: str = "vit"
     eval_crop_share: float | None = None
     headless: str = "has no head"  # reason, for messages
     notes: tuple[str, ...] = field(default=())  # assumptions and changes, a sentence each, for the user
+
+    def with_every_channel(self) -> ExternalModel:
+        """Give each channel a mean and a deviation; files of other projects tell those of three colours."""
+        if len(self.mean) == len(self.std) == (channels := self.config.channels):
+            return self
+        mean, std = ((values[0] if len({*values}) == 1 else 0.5,) * channels for values in (self.mean, self.std))
+        note = f"the file tells no mean and deviation of its {channels} channels: taken as {mean[0]:g} and {std[0]:g}"
+        return replace(self, mean=mean, std=std, notes=(*self.notes, note))
 
     def with_loss(self, asked: LossKind | None) -> ExternalModel:
         """Settle the loss: the user's, the file's, or the usual one for this number of classes (with a note)."""
@@ -246,6 +262,8 @@ def config_of(
     """The trunk of a file, and notes on what was assumed or overridden. `given` is the user's configuration (see
     `settle`); `origin` begins messages. ValueError if the number of heads is unknown or contradicts the file."""
     pool_and_scale: dict[str, Any] = {"pool": sizes.pool, **sizes.later, **semantics.told}
+    if sizes.channels != COLOUR_CHANNELS:
+        pool_and_scale["channels"] = sizes.channels
     if (semantics.class_token_position or sizes.class_token_position) == "none":
         pool_and_scale["class_token_position"] = "none"
     if sizes.layer_scale:

@@ -270,9 +270,9 @@ def _axes(shapes: Mapping[str, Shape], name: str, *, count: int) -> Shape:
 def _stem(shapes: Mapping[str, Shape]) -> dict[str, Shape]:
     if "conv_root/kernel" not in shapes:
         return {}
-    channels = _axes(shapes, "conv_root/kernel", count=4)[3]
+    side, _, of_image, channels = _axes(shapes, "conv_root/kernel", count=4)
     if channels % 64:
         raise ValueError(f"its ResNet stem has {channels} channels at the root: only multiples of 64 are supported")
     units = [match for name in shapes if (match := re.match(r"block(\d+)/unit(\d+)/", name))]
     stem = {f"patch_embed.backbone.stages.{int(unit[1]) - 1}.blocks.{int(unit[2]) - 1}.conv1": () for unit in units}
-    return stem | {"patch_embed.backbone.stem.conv.weight": (channels,)}
+    return stem | {"patch_embed.backbone.stem.conv.weight": (channels, of_image, side, side)}

@@ -46,15 +46,16 @@ def _exported(model: nn.Module, *, meta: SavedModelMeta) -> Iterator[ExportedPro
     import torch
 
     assert not model.training, "a model in training mode would be exported with its dropout"
-    example = torch.zeros(2, 3, meta.image_size, meta.image_size)
+    example = torch.zeros(2, meta.model.channels, meta.image_size, meta.image_size)
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield torch.export.export(model, (example,), dynamic_shapes=({0: torch.export.Dim("batch", min=1)},))
 
 
 def write_onnx(path: Path, model: nn.Module, *, meta: SavedModelMeta) -> None:
-    """Export `model` in evaluation mode: "images", float32 [batch, 3, S, S], normalised with the record's mean and std
-    -> "logits", float32 [batch, classes]. The metadata's "shardvit" has the record. ValueError without the packages."""
+    """Export `model` in evaluation mode: "images", float32 [batch, channels, S, S], normalised with the record's mean
+    and std -> "logits", float32 [batch, classes]. The metadata's "shardvit" has the record. ValueError without the
+    packages."""
     import torch
 
     _require("onnx", "onnxscript")

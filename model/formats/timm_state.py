@@ -19,7 +19,7 @@ from shardvit.model.formats.external_model import ExternalModel, Semantics, add_
 from shardvit.model.formats.weights_file import load_folder_weights
 from shardvit.model.saved.state_shapes import describe_differences, read_sizes, shapes_of
 from shardvit.model.saved.timm_eva import from_eva
-from shardvit.model.vocabulary import EvalProtocol, Gelu, Pool, Rope
+from shardvit.model.vocabulary import MOST_CHANNELS, EvalProtocol, Gelu, Pool, Rope
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -193,7 +193,7 @@ def _objection(model: Any) -> str | None:
     pool = _POOLS.get(model.global_pool)
     if type(model.patch_embed) is not PatchEmbed:
         return f"a patch embedding of the kind {type(model.patch_embed).__name__}"
-    if model.patch_embed.proj.in_channels != 3:
+    if model.patch_embed.proj.in_channels > MOST_CHANNELS:
         return f"{model.patch_embed.proj.in_channels} input channels"
     if model.patch_embed.grid_size[0] != model.patch_embed.grid_size[1]:
         return f"a grid of {model.patch_embed.grid_size} patches, which is not square"

@@ -23,6 +23,7 @@ from shardvit.model.formats.external_model import (
     with_all_positions,
 )
 from shardvit.model.saved.model_folder import SavedModelMeta
+from shardvit.model.vocabulary import COLOUR_CHANNELS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -88,6 +89,8 @@ def read_torchvision_state(state: Mapping[str, Tensor], *, config: ModelConfig |
 
 def torchvision_objection(meta: SavedModelMeta) -> str | None:
     """Why torchvision's VisionTransformer cannot hold this model, or None."""
+    if meta.model.channels != COLOUR_CHANNELS:
+        return f"it takes {meta.model.channels} channels, and torchvision's VisionTransformer {COLOUR_CHANNELS}"
     return plain_vit_objection(meta.model, whose="torchvision's VisionTransformer")
 
 

@@ -80,7 +80,7 @@ _GELUS: dict[str, Gelu] = {
     "gelu_python_tanh": "tanh",
     "gelu_accurate": "tanh",
 }
-_DEFAULTS = {"hidden_act": "gelu", "layer_norm_eps": 1e-12, "num_attention_heads": 12, "num_channels": 3}  # ViTConfig's
+_DEFAULTS = {"hidden_act": "gelu", "layer_norm_eps": 1e-12, "num_attention_heads": 12}  # ViTConfig's
 _BILINEAR, _BICUBIC = 2, 3  # PIL's numbers, as in preprocessor_config.json
 
 
@@ -110,8 +110,6 @@ def read_transformers_folder(folder: Path, *, content: dict[str, Any], config: M
     activation = content["hidden_act"]
     if activation not in _GELUS:
         raise ValueError(f"{origin}: config.json has hidden_act {activation!r}; we build {', '.join(_GELUS)} only")
-    if content["num_channels"] != 3:
-        raise ValueError(f"{origin}: config.json has num_channels {content['num_channels']}; we build RGB models only")
     for key in ("image_size", "patch_size"):
         value = content.get(key)
         if isinstance(value, list) and len(set(value)) != 1:
@@ -204,7 +202,7 @@ def _config_json(meta: SavedModelMeta) -> dict[str, Any]:
         "attention_probs_dropout_prob": 0.0,
         "image_size": meta.image_size,
         "patch_size": sizes.patch_size,
-        "num_channels": 3,
+        "num_channels": meta.model.channels,
         "qkv_bias": True,
         "id2label": {str(index): name for index, name in names.items()},
         "label2id": {name: index for index, name in names.items()},

@@ -20,8 +20,9 @@ from shardvit.model.own.allowed import ALLOWED
 
 
 class OwnModel(Protocol):
-    """An nn.Module that the recipe's function returns: images [B, 3, H, W] -> logits [B, classes]. The function gets
-    `image_size`, `num_classes` and the recipe's other keys under `model`. Of these members only `head` is usual."""
+    """An nn.Module that the recipe's function returns: images [B, 3, H, W] -> logits [B, classes]; with the key
+    `in_chans` of so many channels. The function gets `image_size`, `num_classes` and the recipe's other keys under
+    `model`. Of these members only `head` is usual."""
 
     head: nn.Module
     """The last layer: its weights are named `head.*` (head_lr_factor, frozen). swap_head replaces an nn.Linear."""
@@ -119,8 +120,10 @@ def _measured_on(device: str, config: str, image_size: int, num_classes: int) ->
         return saved
 
     with torch.device(device), torch.random.fork_rng(devices=[]):
-        model = build_custom(ModelConfig.model_validate_json(config), image_size=image_size, num_classes=num_classes)
-        images = torch.zeros(1, 3, image_size, image_size)
+        model = build_custom(
+            config_of := ModelConfig.model_validate_json(config), image_size=image_size, num_classes=num_classes
+        )
+        images = torch.zeros(1, config_of.channels, image_size, image_size)
         with FlopCounterMode(display=False) as counter, saved_tensors_hooks(keep, lambda saved: saved):
             logits = model(images)
     if not isinstance(logits, Tensor) or logits.shape != (1, num_classes):

@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from shardvit.model.config import DecoderConfig, ModelConfig
 from shardvit.model.saved.atomic import replaced_folder
 from shardvit.model.saved.timm_eva import eva_entry, eva_json, eva_objection, from_eva, to_eva
-from shardvit.model.vocabulary import EvalProtocol, HeadKind, LossKind, SelfSupervised
+from shardvit.model.vocabulary import COLOUR_CHANNELS, EvalProtocol, HeadKind, LossKind, SelfSupervised
 
 if TYPE_CHECKING:
     from timm.models.vision_transformer import VisionTransformer
@@ -57,8 +57,10 @@ class SavedModelMeta(BaseModel):
     class_names: tuple[str, ...]
     head: HeadKind | SelfSupervised  # or the self-supervised stage that it is of
     decoder: DecoderConfig | None = None  # of a masked autoencoder
-    mean: tuple[float, float, float] = (0.5, 0.5, 0.5)  # per channel; pixels in [0, 1] become (x - mean) / std
-    std: tuple[float, float, float] = (0.5, 0.5, 0.5)
+    mean: tuple[float, ...] = (0.5, 0.5, 0.5)  # per channel; pixels in [0, 1] become (x - mean) / std
+    std: tuple[float, ...] = (0.5, 0.5, 0.5)
+    # channels: read as they are in the file, x as shares of its type's range; None: as colours of 8 bits
+    pixels: Literal["channels"] | None = None
     loss: LossKind = "softmax"  # probabilities: softmax of all logits, or sigmoid of each
     eval_protocol: EvalProtocol = "vit"  # resizing and cropping: `data_shards.images.transforms`
     eval_crop_share: float | None = Field(default=None, gt=0, le=1)
@@ -78,7 +80,15 @@ class SavedModelMeta(BaseModel):
         if len(self.class_names) != self.num_classes:
             raise ValueError(f"{len(self.class_names)} class_names for num_classes {self.num_classes}")
         self.model.grid_size(self.image_size)
+        for name in ("mean", "std"):
+            if len(getattr(self, name)) != self.model.channels:
+                raise ValueError(f"{name} has {len(getattr(self, name))} values for {self.model.channels} channels")
         return self
+
+    @property
+    def raw_channels(self) -> int:
+        """Channels that images have in their files; 0: any image, as three colours of 8 bits."""
+        return self.model.channels if self.pixels or self.model.channels != COLOUR_CHANNELS else 0
 
 
 def save_model(folder: Path, state_dict: Mapping[str, Tensor], *, meta: SavedModelMeta) -> None:
@@ -230,7 +240,7 @@ def _timm_json(meta: SavedModelMeta) -> dict[str, Any]:
         "pretrained_cfg": {
             "tag": RECORD_KEY,
             "custom_load": False,
-            "input_size": [3, meta.image_size, meta.image_size],
+            "input_size": [meta.model.channels, meta.image_size, meta.image_size],
             "fixed_input_size": True,
             "num_classes": meta.num_classes,
             "pool_size": None,

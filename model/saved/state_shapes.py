@@ -35,6 +35,7 @@ class StateSizes:
     head: HeadKind
     class_token_position: ClassTokenPosition = "learned"
     later: Mapping[str, Any] = field(default_factory=dict)  # of `LATER_BLOCKS` what shapes tell
+    channels: int = 3  # of an image
 
     def in_words(self) -> str:
         it = self.trunk
@@ -78,6 +79,7 @@ def read_sizes(shapes: Mapping[str, Shape], *, origin: str) -> StateSizes:
         head="mlp" if "head.logits.weight" in shapes else "linear",
         class_token_position="none" if _prefix(shapes) and _is_of_patches(shapes.get("pos_embed")) else "learned",
         later=_later(shapes),
+        channels=_channels(shapes),
     )
 
 
@@ -223,6 +225,13 @@ def _other_head(file: StateSizes, model: StateSizes) -> str:
 def _in_order(name: str) -> list[tuple[int, str]]:
     """Sort blocks.2 before blocks.10."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"[.]", name)]
+
+
+def _channels(shapes: Mapping[str, Shape]) -> int:
+    """Channels of an image; 3 where a stem's convolution is not told in full (of an npz, before it is read)."""
+    first = shapes.get(f"{_STEM}stem.conv.weight") if _resnet_layers(shapes) is not None else None
+    first = shapes["patch_embed.proj.weight"] if first is None else first
+    return first[1] if len(first) == 4 else 3
 
 
 def _grid_size(shapes: Mapping[str, Shape], *, origin: str) -> int | None:

@@ -16,6 +16,7 @@ from typing import Literal
 
 from shardvit.data_shards.loading.memory import ahead_bytes, staged_bytes
 from shardvit.model.config import ModelConfig
+from shardvit.model.vocabulary import COLOUR_CHANNELS
 from shardvit.pipeline.budget.communication import ZeroKind
 from shardvit.pipeline.budget.cost import stage_cost
 from shardvit.pipeline.budget.gpus import Gpu
@@ -124,10 +125,12 @@ def reading_ahead(
     workers = recipe.data.workers
     if workers == "auto":
         workers = min(MOST_WORKERS, workers_needed(decode_seconds=decode_seconds, images_per_second=speed))
+    channels = recipe.model.channels
+    pixel_bytes = 4 * channels if channels != COLOUR_CHANNELS else 3  # float32, or colours of 8 bits
     return ReadingAhead(
         workers,
-        ahead_bytes(workers, images=micro_batch, image_size=image_size),
-        staged_bytes(micro_batch, image_size=image_size),
+        ahead_bytes(workers, images=micro_batch, image_size=image_size, pixel_bytes=pixel_bytes),
+        staged_bytes(micro_batch, image_size=image_size, pixel_bytes=pixel_bytes),
     )
 
 

@@ -33,7 +33,7 @@ from shardvit.pipeline.own_code.by_path import load_own, trust_file
 from shardvit.pipeline.ranks.place import Place
 from shardvit.pipeline.runs.evaluations import Evaluation
 from shardvit.pipeline.stage.task import Classification
-from shardvit.pipeline.using.predict import Predictor, open_predictor
+from shardvit.pipeline.using.predict import Predictor, channels_of, open_predictor
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,13 @@ def evaluate_model(
     protocol, crop_share = _preprocessing(request, meta)
     own = {each.rpartition(":")[2]: load_own(each) for each in request.own_metrics}
     part = EvalBatches(
-        Access(shards, store=store, pixel_limit=PixelLimit(request.max_image_pixels), on_corrupt="substitute"),
+        Access(
+            shards,
+            store=store,
+            pixel_limit=PixelLimit(request.max_image_pixels),
+            on_corrupt="substitute",
+            channels=channels_of(shards, meta),
+        ),
         transform=EvalTransform(meta.image_size, protocol=protocol, crop_share=crop_share),
         rank=ranks.place.rank,
         world_size=ranks.place.world_size,

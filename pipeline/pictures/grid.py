@@ -10,13 +10,14 @@ import unicodedata
 import warnings
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from shardvit.data_shards.images.channels import as_colours, usual_range
 from shardvit.data_shards.text import one_line
 from shardvit.pipeline.pictures.style import BAD, GRID, INK, MUTED, PNG_DOTS_PER_INCH, new_figure
 
@@ -38,7 +39,7 @@ _FRAME = {"none": (GRID, 0.4), "right": (MUTED, 0.8), "wrong": (BAD, 1.8)}  # co
 class Cell:
     """One image of a grid."""
 
-    image: NDArray[np.uint8]  # [height, width, 3]
+    image: NDArray[Any]  # uint8 [height, width, 3], or float32 [height, width, channels] of `images.channels`
     lines: tuple[str, ...] = ()  # captions below it, unescaped
     mark: Mark = "none"  # a frame, and a tick or a cross before the first line
 
@@ -50,9 +51,15 @@ def image_grid(
     cell_inches: float = 1.0,
     together: int = 1,
     column_titles: Sequence[str] = (),
+    shown: Sequence[int] = (),
 ) -> Figure:
     """Draw at least one cell, row by row, fitting images into squares of `cell_inches`. `together`: cells per group,
-    such as an image and its crop, with a wider gap after it. `column_titles`: one per column, or none."""
+    such as an image and its crop, with a wider gap after it. `column_titles`: one per column, or none. Of images of
+    channels it shows three (`shown`, from 1; default: the first), from two deviations below the mean to two above."""
+    floats = [cell.image for cell in cells if cell.image.dtype != np.uint8]
+    if floats:
+        mean, std = usual_range(floats)
+        cells = [replace(cell, image=as_colours(cell.image, mean=mean, std=std, shown=shown)) for cell in cells]
     columns = min(columns, len(cells))
     side = round(cell_inches * PNG_DOTS_PER_INCH)
     longest = max(max(cell.image.shape[:2]) for cell in cells)

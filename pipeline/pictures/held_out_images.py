@@ -18,6 +18,7 @@ from shardvit.data_shards.loading.batch import Batch
 from shardvit.data_shards.order.sample_order import SampleRefs, refs_in_set_order
 from shardvit.data_shards.reading.opening import open_shards
 from shardvit.data_shards.shards.location import is_local
+from shardvit.model.vocabulary import COLOUR_CHANNELS
 from shardvit.pipeline.recipe.vocabulary import OWN_SET
 from shardvit.pipeline.runs.pictures import DrawRequest
 from shardvit.pipeline.stage.batches import eval_transform
@@ -38,11 +39,14 @@ def held_out_access(request: DrawRequest, *, set_name: str) -> Access:
     if named is None:
         raise ValueError(f"stages.{request.stage} names no held-out shards {set_name!r}")
     store = store_of(recipe, commands="refuse")
+    shards = open_shards(shards_spec(named), damaged="report", report=lambda line: None, store=store)
+    is_colour = recipe.model.channels == COLOUR_CHANNELS
     return Access(
-        open_shards(shards_spec(named), damaged="report", report=lambda line: None, store=store),
+        shards,
         store=store,
         decoder="auto" if recipe.data.decoder == "gpu" else recipe.data.decoder,  # leave the GPU to training
         pixel_limit=PixelLimit(recipe.data.max_image_pixels),
+        channels=shards.channels if is_colour else recipe.model.channels,
         on_corrupt="substitute",  # substitutes are not counted: they are dropped below
     )
 

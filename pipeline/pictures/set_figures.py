@@ -57,7 +57,7 @@ def contact_sheet(seen: Overview) -> Drawn | None:
         + "; ".join(cell.lines[0] for cell in cells[:8]),
         group="data",
     )
-    return picture, image_grid(cells, columns=8, cell_inches=1.08)
+    return picture, image_grid(cells, columns=8, cell_inches=1.08, shown=seen.shown)
 
 
 def label_histogram(seen: Overview) -> Drawn | None:
@@ -142,6 +142,33 @@ def statistics_figures(seen: SetStatistics) -> list[Drawn]:
         _histogram(panel, *seen.bins(what), label=label, mark=1.0 if what == "aspect" else None)
     words = "; ".join(f"{label} {_spread_of(*seen.bins(what))}" for what, label in labels.items())
     drawn.append((_picture("sizes", "Sizes of the images", f"Of {of}, least, median and most: {words}."), figure))
+    drawn.append(_moments_of_colours(seen) if not seen.channels else _moments_of_channels(seen))
+    if seen.is_multi_label:
+        figure, [[panel]] = new_figure(width=6.0, height=2.8)
+        values, counts = np.array(sorted(seen.labels_an_image.items())).T
+        panel.bar(values, counts, color=ACCENT)
+        panel.set(xlabel="labels of an image", ylabel="images")
+        _whole_numbers(panel.xaxis)
+        _whole_numbers(panel.yaxis)
+        have = f"{values.min():,} to {values.max():,} labels, {values @ counts / seen.images:.3g} on average"
+        drawn.append((_picture("labels", "Labels of an image", f"Of {of}: {have}."), figure))
+    return drawn
+
+
+def _moments_of_channels(seen: SetStatistics) -> Drawn:
+    figure, [[panel]] = new_figure(width=6.0, height=3.0)
+    panel.errorbar(np.arange(1, seen.channels + 1), seen.mean, yerr=seen.std, fmt="o", color=ACCENT, capsize=3)
+    panel.set(xlabel="channel", ylabel="mean and deviation")
+    _whole_numbers(panel.xaxis)
+    mean, std = (", ".join(f"{value:.4g}" for value in each) for each in (seen.mean, seen.std))
+    caption = (
+        "Mean and deviation of all pixels, each image with the same weight; integers as shares of their type's range: "
+        f"mean [{mean}], std [{std}]. Recipes normalise with them, unless data.normalisation says otherwise."
+    )
+    return _picture("channels", "Mean and deviation of each channel", caption), figure
+
+
+def _moments_of_colours(seen: SetStatistics) -> Drawn:
     figure, [panels] = new_figure(width=10.0, height=3.2, columns=2)
     at = np.arange(seen.moments.shape[1]) * LEVELS + LEVELS / 2
     channels = (("red", SERIES[1]), ("green", SERIES[2]), ("blue", SERIES[0]))
@@ -156,17 +183,7 @@ def statistics_figures(seen: SetStatistics) -> list[Drawn]:
         f"Mean and deviation of each image, by channel. Of all pixels, from 0 to 1, each image with the same weight: "
         f"mean [{mean}], std [{std}]. Recipes normalise as Google's code does, with 0.5 and 0.5, whatever these are."
     )
-    drawn.append((_picture("channels", "Brightness and contrast", caption), figure))
-    if seen.is_multi_label:
-        figure, [[panel]] = new_figure(width=6.0, height=2.8)
-        values, counts = np.array(sorted(seen.labels_an_image.items())).T
-        panel.bar(values, counts, color=ACCENT)
-        panel.set(xlabel="labels of an image", ylabel="images")
-        _whole_numbers(panel.xaxis)
-        _whole_numbers(panel.yaxis)
-        have = f"{values.min():,} to {values.max():,} labels, {values @ counts / seen.images:.3g} on average"
-        drawn.append((_picture("labels", "Labels of an image", f"Of {of}: {have}."), figure))
-    return drawn
+    return _picture("channels", "Brightness and contrast", caption), figure
 
 
 def _picture(name: str, title: str, caption: str) -> Picture:

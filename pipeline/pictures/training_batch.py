@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from shardvit.data_shards.images.channels import open_image
 from shardvit.data_shards.images.crops import DRAWS_PER_SAMPLE, Pixels
-from shardvit.data_shards.images.decode import EncodedImage, PixelLimit, read_image
+from shardvit.data_shards.images.decode import EncodedImage, PixelLimit
 from shardvit.data_shards.images.size_phases import size_at
 from shardvit.data_shards.loading.batch import Batch, batch_of
 from shardvit.data_shards.loading.erasing import draw_erasures
@@ -28,7 +29,7 @@ from shardvit.data_shards.order.sample_order import refs_in_set_order
 from shardvit.data_shards.reading.overview import DrawnImage, reduced
 from shardvit.data_shards.reading.shard_reader import ShardReader
 from shardvit.data_shards.text import counted
-from shardvit.data_shards.vocabulary import GOOGLES, Normalisation, RandomStream
+from shardvit.data_shards.vocabulary import Normalisation, RandomStream
 from shardvit.pipeline.pictures.grid import MOST_LABELS, Cell, image_grid, label_names, whole_percent
 from shardvit.pipeline.pictures.style import Drawn, keep_drawn
 from shardvit.pipeline.ranks.place import Place
@@ -62,8 +63,8 @@ class SeenImage:
 
     key: str
     sample: int  # index in the training set; the substitute's, if damaged
-    seen: Pixels  # uint8 [size, size, 3], after crop, augmentation, flip and mixing
-    original: Pixels  # uint8 [height, width, 3], the whole image, reduced if large
+    seen: Pixels  # uint8 [size, size, 3] or float32 [size, size, channels], after crop, augmentation, flip and mixing
+    original: Pixels  # [height, width, channels], the whole image, reduced if large
     own: str  # its classes
     labels: tuple[tuple[str, float], ...]  # of `seen`: classes and their shares of the target
 
@@ -86,7 +87,7 @@ def seen_batch(
     step: int = 0,
     images: int = SHOWN_IMAGES,
     lanes: int = 0,
-    normalisation: Normalisation = GOOGLES,
+    normalisation: Normalisation | None = None,
 ) -> SeenBatch:
     """Read the first images of a step as training feeds them to the model. `lanes`: of an existing run's order; 0: of a
     run with few processes. UserError if sizes do not fit together, or an image is damaged where none may be."""
@@ -96,17 +97,19 @@ def seen_batch(
     # Treat the head of the global batch as one process's micro-batch.
     first = replace(plan, micro_batch_size=count, accumulation_steps=1)
     no_run = RunFolder(Path(), name=recipe.name)
+    normalisation = normalisation or _usual(recipe)
     stream = train_stream(Stage(recipe, stage, data, first, run=no_run), place=Place(), normalisation=normalisation)
     batch = stream[step]
     inputs = model_input(batch, device=_CPU, dtype=torch.float32, normalisation=normalisation)
     samples = batch.samples[:count].tolist()
     with closing(ShardReader(data.train, store=data.store)) as reader:
         originals = [
-            reduced(_image(reader, sample, recipe=recipe).pixels(), longest_side=_LONGEST_SIDE) for sample in samples
+            reduced(_image(reader, sample, recipe=recipe, data=data).pixels(), longest_side=_LONGEST_SIDE)
+            for sample in samples
         ]
     labels = batch.labels.reshape(len(batch.keys), -1)[:count].tolist()
     own = [label_names(row, classes=data.train.classes) for row in labels]
-    seen, shares = _as_pixels(inputs, normalisation)[:count], _shares(batch, data=data)[:count]
+    seen, shares = _as_pixels(inputs, normalisation, channels=data.channels)[:count], _shares(batch, data=data)[:count]
     shown = map(SeenImage, batch.keys, samples, seen, originals, own, shares)
     return SeenBatch(step, tuple(shown), inputs, batch.mix)
 
@@ -118,14 +121,15 @@ def seen_in_epochs(
     data: StageData,
     sample: int,
     most_epochs: int = SHOWN_EPOCHS,
-    normalisation: Normalisation = GOOGLES,
+    normalisation: Normalisation | None = None,
 ) -> list[Pixels]:
     """Show one sample as the model sees it in each of the first epochs, without mixing: uint8 [size, size, 3] each.
     CorruptSample or UnreadableImage if it is damaged."""
     recipe, config = _without_gpu(recipe), recipe.train_stage(stage)
+    normalisation = normalisation or _usual(recipe)
     transform = train_transform(config, normalisation=normalisation)
     with closing(ShardReader(data.train, store=data.store)) as reader:
-        image = _image(reader, sample, recipe=recipe)
+        image = _image(reader, sample, recipe=recipe, data=data)
     plan = stage_steps(recipe, stage=stage, data=data)
     epochs = math.ceil(plan.total_steps * plan.global_batch_images / plan.samples_per_epoch)
     numbers = np.arange(min(epochs, most_epochs), dtype=np.int64)
@@ -140,7 +144,7 @@ def seen_in_epochs(
             erasures=draw_erasures(erasing(config), draw, image_size=own.image_size),
         )
         inputs = model_input(batch, device=_CPU, dtype=torch.float32, normalisation=normalisation)
-        seen += _as_pixels(inputs, normalisation)
+        seen += _as_pixels(inputs, normalisation, channels=data.channels)
     return seen
 
 
@@ -158,7 +162,8 @@ def draw_training_batch(request: DrawRequest) -> Sequence[Drawn]:
     data = open_data(recipe, stage=stage, report=lambda line: None)
     step = min(request.step, stage_steps(recipe, stage=stage, data=data).total_steps - 1)  # at the end: the last step
     record = request.folder.peek(stage)
-    mean, std = (tuple(record.model.get(name, getattr(GOOGLES, name))) for name in ("mean", "std"))
+    usual = _usual(recipe)
+    mean, std = (tuple(record.model.get(name, getattr(usual, name))) for name in ("mean", "std"))
     drawn = batch_pictures(
         recipe, stage=stage, data=data, step=step, lanes=record.lanes, normalisation=Normalisation(mean, std)
     )
@@ -173,7 +178,8 @@ def batch_pictures(
     data: StageData,
     step: int,
     lanes: int = 0,
-    normalisation: Normalisation = GOOGLES,
+    normalisation: Normalisation | None = None,
+    shown: tuple[int, ...] = (),
 ) -> Iterator[Drawn]:
     """Draw a step's batch, and its first image over epochs; raises as `seen_batch`."""
     config = recipe.train_stage(stage)
@@ -205,7 +211,7 @@ def batch_pictures(
     for image in batch.images:
         labels = [f"{whole_percent(share)} {name}" if share < 1 else name for name, share in image.labels]
         cells += [Cell(image.original, (image.own,)), Cell(image.seen, tuple(labels[:MOST_LABELS]))]
-    yield picture, _pairs(cells, after="as seen")
+    yield picture, _pairs(cells, after="as seen", shown=shown)
 
     first = batch.images[0]
     seen = seen_in_epochs(recipe, stage=stage, data=data, sample=first.sample, normalisation=normalisation)
@@ -219,11 +225,16 @@ def batch_pictures(
         group="data",
     )
     cells = [Cell(pixels, (f"epoch {number}",)) for number, pixels in enumerate(seen, start=1)]
-    yield picture, image_grid(cells, columns=8, cell_inches=1.14)
+    yield picture, image_grid(cells, columns=8, cell_inches=1.14, shown=shown)
 
 
 def evaluation_crops(
-    recipe: Recipe, *, stage: StageName, data: StageData, images: Sequence[DrawnImage]
+    recipe: Recipe,
+    *,
+    stage: StageName,
+    data: StageData,
+    images: Sequence[DrawnImage],
+    shown: tuple[int, ...] = (),
 ) -> Iterator[Drawn]:
     """Draw held-out images beside their evaluation crops; nothing without images."""
     config, recipe = recipe.train_stage(stage), _without_gpu(recipe)
@@ -232,7 +243,7 @@ def evaluation_crops(
     with closing(ShardReader(data.eval, store=data.store)) as reader:
         for image in images[:: -(-len(images) // _EVALUATED) or 1]:
             raw = reader.read(image.shard, row=image.row)
-            crop = transform(_decoded(raw.image, recipe=recipe))
+            crop = transform(_decoded(raw.image, recipe=recipe, data=data))
             cells += [Cell(image.pixels, (label_names(raw.labels, classes=data.eval.classes),)), Cell(crop)]
     if not cells:
         return
@@ -245,13 +256,18 @@ def evaluation_crops(
         alt=f"{len(cells) // 2} held-out images before and after the resize and crop of evaluation",
         group="data",
     )
-    yield picture, _pairs(cells, after="as evaluated")
+    yield picture, _pairs(cells, after="as evaluated", shown=shown)
 
 
-def _pairs(cells: Sequence[Cell], *, after: str) -> Figure:
+def _usual(recipe: Recipe) -> Normalisation:
+    values = (0.5,) * recipe.model.channels
+    return Normalisation(values, values)
+
+
+def _pairs(cells: Sequence[Cell], *, after: str, shown: tuple[int, ...]) -> Figure:
     columns = min(_PAIRS, len(cells) // 2)
     titles = ("original", after) * columns
-    return image_grid(cells, columns=2 * columns, cell_inches=1.14, together=2, column_titles=titles)
+    return image_grid(cells, columns=2 * columns, cell_inches=1.14, together=2, column_titles=titles, shown=shown)
 
 
 def _words(augment: AugmentConfig) -> str:
@@ -295,10 +311,13 @@ def _shares(batch: Batch, *, data: StageData) -> list[tuple[tuple[str, float], .
     return rows
 
 
-def _as_pixels(inputs: torch.Tensor, normalisation: Normalisation) -> list[Pixels]:
-    """Undo normalisation and round."""
-    mean, std = (torch.tensor(each).view(3, 1, 1) * 255 for each in (normalisation.mean, normalisation.std))
-    pixels = (inputs * std + mean).round_().clamp_(0, 255).to(torch.uint8)
+def _as_pixels(inputs: torch.Tensor, normalisation: Normalisation, *, channels: int) -> list[Pixels]:
+    """Undo normalisation, and round colours."""
+    top = 1 if channels else 255
+    mean, std = (torch.tensor(each).view(-1, 1, 1) * top for each in (normalisation.mean, normalisation.std))
+    pixels = inputs * std + mean
+    if not channels:
+        pixels = pixels.round_().clamp_(0, 255).to(torch.uint8)
     return list(pixels.permute(0, 2, 3, 1).contiguous().numpy())
 
 
@@ -309,12 +328,12 @@ def _without_gpu(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"data": recipe.data.model_copy(update={"decoder": "auto"})})
 
 
-def _image(reader: ShardReader, sample: int, *, recipe: Recipe) -> EncodedImage:
+def _image(reader: ShardReader, sample: int, *, recipe: Recipe, data: StageData) -> EncodedImage:
     starts = np.cumsum([0, *reader.shards.shard_sizes[:-1]])
     ref = refs_in_set_order(np.array([sample]), shard_starts=starts)
-    return _decoded(reader.read(int(ref.shard[0]), row=int(ref.row[0])).image, recipe=recipe)
+    return _decoded(reader.read(int(ref.shard[0]), row=int(ref.row[0])).image, recipe=recipe, data=data)
 
 
-def _decoded(content: bytes, *, recipe: Recipe) -> EncodedImage:
+def _decoded(content: bytes, *, recipe: Recipe, data: StageData) -> EncodedImage:
     limit = PixelLimit(recipe.data.max_image_pixels)
-    return read_image(content, decoder=recipe.data.decoder, limit=limit)
+    return open_image(content, channels=data.channels, decoder=recipe.data.decoder, limit=limit)

@@ -8,6 +8,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, fi
 
 from shardvit.data_shards.shards.location import redacted
 from shardvit.data_shards.vocabulary import (
+    MOST_CHANNELS,
     MOST_PIXELS,
     USUAL_MOST_PIXELS,
     DecoderName,
@@ -15,6 +16,7 @@ from shardvit.data_shards.vocabulary import (
     PartName,
     WorkerKind,
 )
+from shardvit.model.vocabulary import COLOUR_CHANNELS
 from shardvit.pipeline.recipe.duration import BytesText, DurationText, Strict
 from shardvit.pipeline.recipe.vocabulary import FeatureLayer
 
@@ -103,6 +105,14 @@ class CacheRecipe(Strict):
 MOST_LANES = 2**16
 
 
+class NormalisationConfig(Strict):
+    """Mean and deviation of each channel: colours from 0 to 1, integers of n channels as shares of their type's range,
+    floats as they are."""
+
+    mean: tuple[float, ...] = Field(min_length=1, max_length=MOST_CHANNELS)
+    std: tuple[Annotated[float, Field(gt=0)], ...] = Field(min_length=1, max_length=MOST_CHANNELS)
+
+
 class DataConfig(Strict):
     """How the training stream is ordered and read."""
 
@@ -122,7 +132,19 @@ class DataConfig(Strict):
     """Treat larger images as damaged: decoding takes up to 17 bytes per pixel per worker."""
     decoder: DecoderName = "auto"
     """auto: nvImageCodec on the CPU (decodes only the crop) if installed; gpu: its GPU engine."""
+    normalisation: Literal["google", "set"] | NormalisationConfig | None = None
+    """Of pixels, from the run's first weights on. google: mean and deviation 0.5; set: those of the training images,
+    from their statistics.parquet; or mean and std, a list of channels each. null: google, or set for shards packed with
+    --channels and models of another number of channels; weights to start from bring theirs."""
     cache: CacheRecipe = CacheRecipe()
+
+    def problems_with_channels(self, channels: int) -> Iterator[str]:
+        if channels != COLOUR_CHANNELS:
+            yield from self.ignored("decoder", why=f"with model.channels {channels}", group="data.")
+        if isinstance(given := self.normalisation, NormalisationConfig):
+            for name in ("mean", "std"):
+                if (count := len(getattr(given, name))) != channels:
+                    yield f"data.normalisation.{name} has {count} numbers: give {channels}, one for each channel"
 
     def kind_of_workers(self, count: int) -> WorkerKind:
         if self.worker_kind == "auto":

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from shardvit.model.config import ModelConfig
+from shardvit.model.vocabulary import COLOUR_CHANNELS
 from shardvit.pipeline.recipe.data import MOST_LANES, DataConfig
 from shardvit.pipeline.recipe.duration import Strict
 from shardvit.pipeline.recipe.stages.finetuning import Stages
@@ -257,6 +258,11 @@ class Recipe(Strict):
         for name, stage in stages.items():
             yield from self.engine.problems_in(stage, key=f"stages.{name}")
             yield from self._model_problems(stage, key=f"stages.{name}")
+            if self.model.channels != COLOUR_CHANNELS:
+                yield from stage.problems_with_channels(self.model.channels, key=f"stages.{name}")
+        yield from self.data.problems_with_channels(self.model.channels)
+        if self.stages.masked_patch and self.data.normalisation is not None:
+            yield "data.normalisation has no effect with masked_patch, which takes Google's: leave it out"
         if self.tracking.register_as is not None and isinstance([*stages.values()][-1], SelfSupervisedStage):
             yield (
                 "tracking.register_as: the last stage's model predicts masked patches and knows no classes: add "

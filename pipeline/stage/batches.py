@@ -39,9 +39,11 @@ class OwnAugment:
             found = function(image, generator)
         except Exception as error:  # noqa: BLE001 - perhaps in a worker process, which would add its own traceback
             raise OwnCodeFailed(own_traceback(error)) from None
-        if not isinstance(found, np.ndarray) or found.shape != image.shape or found.dtype != np.uint8:
+        if not isinstance(found, np.ndarray) or found.shape != image.shape or found.dtype != image.dtype:
             got = f"{found.dtype} {[*found.shape]}" if isinstance(found, np.ndarray) else type(found).__name__
-            raise UserError(f"augment.custom {shown(self.code)}: it gives {got}, not a uint8 array {[*image.shape]}")
+            raise UserError(
+                f"augment.custom {shown(self.code)}: it gives {got}, not a {image.dtype} array {[*image.shape]}"
+            )
         return found
 
 
@@ -133,4 +135,5 @@ def access_of(stage: Stage, shards: ShardSet) -> Access:
         decoder=config.decoder,
         pixel_limit=PixelLimit(config.max_image_pixels),
         on_corrupt="substitute" if config.max_corrupt_share > 0 else "stop",
+        channels=stage.data.channels,
     )

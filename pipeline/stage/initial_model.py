@@ -11,12 +11,14 @@ from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.text import named
 from shardvit.data_shards.vocabulary import GOOGLES, Normalisation
 from shardvit.model.config import ModelConfig
+from shardvit.model.formats.first_convolution import channels_objection
 from shardvit.model.saved.model_folder import WEIGHTS_FILE, SavedModelMeta
-from shardvit.model.vocabulary import COLOURS, PIXELS
+from shardvit.model.vocabulary import COLOUR_CHANNELS, COLOURS, PIXELS
 from shardvit.pipeline.recipe.schema import Recipe
 from shardvit.pipeline.recipe.sources import record_elsewhere
 from shardvit.pipeline.recipe.stages.pretraining import MaskedAutoencoderStage
 from shardvit.pipeline.recipe.vocabulary import StageName
+from shardvit.pipeline.runs.run_folder import RunFolder
 
 
 @dataclass(frozen=True)
@@ -25,14 +27,16 @@ class StageStart:
 
     weights: str = "random"  # or the digest of the loaded model
     normalisation: Normalisation = GOOGLES  # of pixels
+    channels: int = 0  # that images are read as; 0: colours
     notes: tuple[str, ...] = ()  # what `init` loaded, left and made; () without, or on resume
 
 
 def stage_model(
-    recipe: Recipe, *, stage: StageName, classes: Sequence[str] = ("?",), start: StageStart = StageStart()
+    recipe: Recipe, *, stage: StageName, classes: Sequence[str] = ("?",), start: StageStart | None = None
 ) -> SavedModelMeta:
     """Make the record of a training stage's model; without `classes` and `start`, before its data are known."""
-    config = recipe.train_stage(stage)
+    config, usual = recipe.train_stage(stage), (0.5,) * recipe.model.channels
+    start = start or StageStart(normalisation=Normalisation(usual, usual))
     known = {"masked_patch": COLOURS, "masked_autoencoder": PIXELS}
     outputs = known.get(config.head_kind, classes)
     return SavedModelMeta(
@@ -44,11 +48,21 @@ def stage_model(
         decoder=config.decoder if isinstance(config, MaskedAutoencoderStage) else None,
         mean=start.normalisation.mean,
         std=start.normalisation.std,
+        pixels="channels" if start.channels == COLOUR_CHANNELS else None,
         loss=config.loss_kind,
         eval_protocol=config.eval_protocol,
         eval_crop_share=config.eval_crop_share,
         ema_decay=config.ema.decay if config.ema and config.ema.model == "ema" else None,
     )
+
+
+def begun_normalisation(run: RunFolder, *, stage: StageName) -> Normalisation | None:
+    """What a stage with a checkpoint was begun with, whatever the set's statistics say by now; None without one."""
+    record = run.peek(stage)
+    if record.last_saved_step <= 0 or not record.model:
+        return None
+    meta = SavedModelMeta.model_validate(record.model)
+    return Normalisation(mean=meta.mean, std=meta.std)
 
 
 def model_from_elsewhere(recipe: Recipe) -> Path | None:
@@ -85,6 +99,10 @@ def check_kept_head(recipe: Recipe, *, before: Sequence[str], classes: Sequence[
 def check_same_model(recipe: Recipe, meta: SavedModelMeta, *, key: str, source: Path | str, advice: str = "") -> None:
     """UserError unless the model at `source` is the recipe's, in sizes and in semantics."""
     theirs, ours = _resolved(meta.model), _resolved(recipe.model)
+    if recipe.model.custom is None and meta.model.custom is None:
+        if objection := channels_objection(meta.model, channels=recipe.model.channels):
+            raise UserError(f"{key}: {source}: {objection}")
+        theirs.pop("channels", None), ours.pop("channels", None)
     different = [key for key in theirs | ours if theirs.get(key) != ours.get(key)]
     if different and (theirs.get("custom") or ours.get("custom")):
         raise UserError(

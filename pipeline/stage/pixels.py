@@ -20,7 +20,7 @@ from shardvit.data_shards.vocabulary import GOOGLES, LabelKind, Normalisation
 def model_input(
     batch: Batch, *, device: torch.device, dtype: torch.dtype, normalisation: Normalisation = GOOGLES
 ) -> torch.Tensor:
-    """Flip, normalise, erase and mix on the device -> [n, 3, size, size] of `dtype`; in float32, rounded once."""
+    """Flip, normalise, erase and mix on the device -> [n, channels, size, size] of `dtype`; in float32, rounded once."""
     values = normalised(flipped(batch, device=device), normalisation)
     if batch.erasures:
         erase(values, batch.erasures)
@@ -36,24 +36,26 @@ def to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def flipped(batch: Batch, *, device: torch.device) -> torch.Tensor:
-    """uint8 [n, 3, size, size], contiguous."""
+    """[n, channels, size, size], contiguous, as read: uint8, or with `images.channels` float32."""
     pixels = batch.images.to(device, non_blocking=True).permute(0, 3, 1, 2)
     mirrored = batch.mirrored.to(device, non_blocking=True)
-    out = torch.empty(pixels.shape, dtype=torch.uint8, device=device)
+    out = torch.empty(pixels.shape, dtype=pixels.dtype, device=device)
     return torch.where(mirrored[:, None, None, None], pixels.flip(3), pixels, out=out)
 
 
 def normalised(pixels: torch.Tensor, normalisation: Normalisation) -> torch.Tensor:
-    """float32 (pixels - 255 mean) / (255 std), per channel of [n, 3, size, size]."""
-    mean, std = _mean_and_std(normalisation, device=pixels.device)
+    """float32 (pixels - 255 mean) / (255 std), of floats (pixels - mean) / std, per channel of [n, channels, size,
+    size]."""
+    top = 255 if pixels.dtype == torch.uint8 else 1
+    mean, std = _mean_and_std(normalisation, device=pixels.device, top=top)
     return torch.sub(pixels, mean).div_(std)
 
 
 @lru_cache(maxsize=8)
-def _mean_and_std(normalisation: Normalisation, *, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """float32 [3, 1, 1] each; cached, as copying makes the host wait."""
+def _mean_and_std(normalisation: Normalisation, *, device: torch.device, top: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """float32 [channels, 1, 1] each; cached, as copying makes the host wait."""
     mean, std = (
-        torch.tensor(each, dtype=torch.float64).mul(255).float().to(device)[:, None, None]
+        torch.tensor(each, dtype=torch.float64).mul(top).float().to(device)[:, None, None]
         for each in (normalisation.mean, normalisation.std)
     )
     return mean, std

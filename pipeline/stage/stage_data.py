@@ -1,23 +1,28 @@
 """Open a stage's shards, check them against each other, and order their samples. No torch."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
+
+import numpy as np
 
 from shardvit.data_shards.checking.fitness import assess
 from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.order.mixture import AnyOrder, make_order
 from shardvit.data_shards.reading.opening import is_packed, manifest_of, open_shards
+from shardvit.data_shards.sets.statistics import STATISTICS_FILE
+from shardvit.data_shards.sets.statistics_summary import mean_and_std
 from shardvit.data_shards.shards.holdout import shared_images
 from shardvit.data_shards.shards.location import CommandRefused, Commands, redacted
 from shardvit.data_shards.shards.shard_set import Portion, ShardSet, ShardsSpec, merge_shard_sets
 from shardvit.data_shards.store.cache import CacheConfig, default_cache_folder
 from shardvit.data_shards.store.store import Store
 from shardvit.data_shards.text import counted, named, parse_bytes, show_bytes
-from shardvit.model.vocabulary import LOSSES
+from shardvit.data_shards.vocabulary import GOOGLES, Normalisation
+from shardvit.model.vocabulary import COLOUR_CHANNELS, LOSSES
 from shardvit.pipeline.own_code.by_path import own_digests
-from shardvit.pipeline.recipe.data import FewShotConfig, ShardsConfig
+from shardvit.pipeline.recipe.data import FewShotConfig, NormalisationConfig, ShardsConfig
 from shardvit.pipeline.recipe.roles import missing_paths
 from shardvit.pipeline.recipe.schema import Recipe
 from shardvit.pipeline.recipe.stage_plan import StagePlan, chosen_metrics
@@ -43,6 +48,8 @@ class StageData:
     weights: tuple[float, ...] | None  # of the mixed sets
     held_out: Mapping[str, ShardSet]  # by name, the stage's own first, as "val"
     store: Store
+    channels: int = 0  # of all images, read as they are; 0: as colours
+    normalisation: Normalisation | None = None  # what the recipe asks for; None: nothing, or no statistics are there
     manifests: Mapping[str, str] = field(default_factory=dict)  # digests of packed sets', by location: the run's so far
 
     @property
@@ -178,7 +185,11 @@ def open_data(
     for shards in (shards for each in few_shot_of(recipe, stage=stage) for shards in (each.train, each.eval)):
         if (place := redacted(shards.shards)) not in begun_with and is_packed(shards.shards):
             begun_with[place] = manifest_of(shards.shards, store=store).digest
+    sets = [*parts, *(each for found in held_out.values() for each in found)]
+    channels = _channels(recipe, sets, config=config, stage=stage)
     data = StageData(
+        channels=channels,
+        normalisation=_normalisation(recipe, parts, config=config, channels=channels),
         train=merge_shard_sets(parts),
         train_sizes=tuple(part.shard_sizes for part in parts),
         weights=tuple(weights) or None,
@@ -188,6 +199,8 @@ def open_data(
     )
     for shards in (data.train, *data.held_out.values()):
         _demand_few_lost(shards, max_share=recipe.data.max_corrupt_share)
+    if config.init_weights is None and getattr(config, "start", "scratch") == "scratch":
+        settled_normalisation(recipe, data, stage=stage)  # a mistake is said before any GPU time
     _demand_apart(data, config=config, stage=stage)
     if not isinstance(config, SelfSupervisedStage):  # which ignores labels
         for name, each in data.held_out.items():
@@ -195,6 +208,65 @@ def open_data(
             _demand_like_labels(data.train, each, config=config, stage=stage, key=key)
             asked_metrics(config, shards=each, stage=stage)
     return data
+
+
+def _channels(recipe: Recipe, sets: Sequence[ShardSet], *, config: TrainStage, stage: StageName) -> int:
+    """Number of channels to read images as; 0: as colours. UserError if sets and model differ, or the stage needs
+    colours."""
+    channels = recipe.model.channels
+    for each in sets:
+        if each.channels not in (0, channels):
+            raise UserError(
+                f"stages.{stage}: the images of {each.source} have {each.channels} channels, and the model "
+                f"{channels}: set model.channels={each.channels}"
+            )
+    if channels == COLOUR_CHANNELS and not any(each.channels for each in sets):
+        return 0
+    for problem in config.problems_with_channels(channels, key=f"stages.{stage}"):
+        raise UserError(problem)
+    return channels
+
+
+def _normalisation(
+    recipe: Recipe, train: Sequence[ShardSet], *, config: TrainStage, channels: int
+) -> Normalisation | None:
+    """Mean and deviation that the recipe asks for, over all training sets (by their weights, else their images)."""
+    given, count = recipe.data.normalisation, recipe.model.channels
+    if isinstance(given, NormalisationConfig):
+        return Normalisation(given.mean, given.std)
+    if given == "google":
+        return Normalisation((0.5,) * count, (0.5,) * count)
+    if given is None and not channels:
+        return None
+    assert config.train is not None
+    sums, total = np.zeros((2, count)), 0.0
+    for shards, one in zip(config.train, train, strict=True):
+        moments = mean_and_std(shards.shards) if is_packed(shards.shards) else None
+        if moments is None or len(moments.mean) != count:
+            return None
+        share, mean = shards.weight or one.num_samples, np.array(moments.mean)
+        sums += share * np.stack([mean, mean**2 + np.array(moments.std) ** 2])
+        total += share
+    mean, square = sums / total
+    std = np.sqrt(np.maximum(square - mean**2, 0))
+    return Normalisation(tuple(mean.tolist()), tuple(np.where(std > 0, std, 1).tolist()))
+
+
+def settled_normalisation(
+    recipe: Recipe, data: StageData, *, stage: StageName, theirs: Normalisation | None = None
+) -> Normalisation:
+    """Choose what a model is begun with; `theirs`: that of the weights it starts from. UserError if a set's statistics
+    are wanted, and are not there."""
+    if theirs and len(theirs.mean) == recipe.model.channels and recipe.data.normalisation is None:
+        return theirs
+    if data.normalisation is not None:
+        return data.normalisation
+    if recipe.data.normalisation is None and not data.channels:
+        return GOOGLES
+    raise UserError(
+        f"stages.{stage}.train: {data.train.source} lacks the {STATISTICS_FILE} of its channels' mean and deviation: "
+        "shardvit check --decode --statistics writes it beside a manifest; or give data.normalisation, a mean and std"
+    )
 
 
 def store_of(recipe: Recipe, *, commands: Commands) -> Store:

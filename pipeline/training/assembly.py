@@ -125,7 +125,15 @@ def _make_evaluation(
     ranks, ema = context.ranks, stage.config.ema
     own = {name: load_own(each) for name, each in stage.config.own_metrics.items()}
     parts = {name: held_out(stage, shards, place=ranks.place) for name, shards in stage.data.held_out.items()}
-    few_shot = few_shot_evaluation(context, stage, engine=engine, workers=workers, watch=watch, say=report.note)
+    few_shot = few_shot_evaluation(
+        context,
+        stage,
+        engine=engine,
+        workers=workers,
+        watch=watch,
+        say=report.note,
+        normalisation=getattr(task, "normalisation", GOOGLES),
+    )
 
     def evaluate_sets(step: int, *, of: WeightsKind) -> list[Evaluated]:
         found: list[Evaluated] = []

@@ -11,6 +11,7 @@ With `init: WEIGHTS`, loaded weights take the place of random ones.
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -20,11 +21,18 @@ from shardvit.data_shards.durable import make_folders
 from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.images.decode import require_decoder
 from shardvit.data_shards.vocabulary import Normalisation
+from shardvit.model.formats.first_convolution import with_channels
 from shardvit.model.init import initialise
 from shardvit.model.layers.head import replace_head
 from shardvit.model.own.custom import build_custom, measure, replace_own_head, resized_own_state
 from shardvit.model.positions.interpolation import resize_state
-from shardvit.model.saved.model_folder import build_from_saved, load_model, save_model
+from shardvit.model.saved.model_folder import (
+    SavedModelMeta,
+    build_described,
+    build_from_saved,
+    load_model,
+    save_model,
+)
 from shardvit.model.self_supervised import masked_autoencoder, masked_patch
 from shardvit.model.self_supervised.masked_autoencoder import MaskedAutoencoderVit, build_masked_autoencoder
 from shardvit.model.self_supervised.masked_patch import MaskedPatchVit, build_masked_patch
@@ -46,8 +54,8 @@ from shardvit.pipeline.stage.context import StageContext
 from shardvit.pipeline.stage.data_once import open_data_once
 from shardvit.pipeline.stage.data_record import kept_manifests
 from shardvit.pipeline.stage.data_workers import expect_data_workers
-from shardvit.pipeline.stage.initial_model import StageStart, check_kept_head, model_from_elsewhere
-from shardvit.pipeline.stage.stage_data import Stage, open_data
+from shardvit.pipeline.stage.initial_model import StageStart, begun_normalisation, check_kept_head, model_from_elsewhere
+from shardvit.pipeline.stage.stage_data import Stage, StageData, open_data, settled_normalisation
 from shardvit.pipeline.tasks.make_task import task_outputs
 from shardvit.pipeline.training.stage_training import train_stage
 from shardvit.pipeline.using.start_weights import load_weights
@@ -78,7 +86,8 @@ def run_stage(context: StageContext, *, stage: StageName) -> None:
             f"stages.{stage}.task {shown(config.task)}: swap_head made a head of the shards' classes: leave the "
             "task's outputs out, or set start: scratch"
         )
-    model, start = initial_model(context, config, stage=stage, outputs=outputs)
+    model, start = initial_model(context, config, stage=stage, data=data, outputs=outputs)
+    start = replace(start, channels=data.channels)
     train_stage(context, Stage(recipe, stage, data, plan, run=context.folder), model=model, start=start)
 
 
@@ -110,7 +119,7 @@ def _built(recipe: Recipe, config: TrainStage, *, num_classes: int) -> nn.Module
 
 
 def initial_model(
-    context: StageContext, config: TrainStage, *, stage: StageName, outputs: Sequence[str]
+    context: StageContext, config: TrainStage, *, stage: StageName, data: StageData, outputs: Sequence[str]
 ) -> tuple[nn.Module, StageStart]:
     """Make a stage's model before its first step: random, that of `init`, or swap_head's at the new resolution."""
     recipe, folder = context.recipe, context.folder
@@ -120,9 +129,14 @@ def initial_model(
         head_bias = config.head_bias if isinstance(config, PretrainStage) else 0.0
         if recipe.model.custom is None:
             initialise(model, seed=recipe.seed, head_bias=head_bias, style=config.init_style)
+        start, theirs = StageStart(), False
         if config.init_weights is not None:
-            return model, load_weights(recipe, stage=stage, run=folder, model=model, outputs=outputs)
-        return model, StageStart()
+            start, theirs = load_weights(recipe, stage=stage, run=folder, model=model, outputs=outputs), True
+        begun = begun_normalisation(folder, stage=stage)
+        chosen = begun or settled_normalisation(
+            recipe, data, stage=stage, theirs=start.normalisation if theirs else None
+        )
+        return model, replace(start, normalisation=chosen)
     meta, state = load_model(check_model(folder, stage="swap_head"))
     before, now = meta.image_size, config.image_size
     if recipe.model.custom is not None:
@@ -171,8 +185,9 @@ def swap_head(context: StageContext) -> None:
     """Replace the pre-training head with a zero Linear for the fine-tuning classes; on rank 0."""
     recipe, folder = context.recipe, context.folder
     kept = kept_manifests(folder, stages=recipe.stages.trained)
-    classes = open_data(recipe, stage="finetune", report=context.say, commands="run", manifests=kept).train.classes
-    source = model_from_elsewhere(recipe)
+    data = open_data(recipe, stage="finetune", report=context.say, commands="run", manifests=kept)
+    classes = data.train.classes
+    source = elsewhere = model_from_elsewhere(recipe)
     if source is None:
         source = check_model(folder, stage=recipe.stages.first or "pretrain")
     folder.update("swap_head", state="running", inputs={"weights": weights_digest(source)})
@@ -182,6 +197,8 @@ def swap_head(context: StageContext) -> None:
     ):
         try:
             old, model = build_from_saved(source)
+            if elsewhere is not None:
+                old, model = _for_these_images(recipe, data, old, model)
         except ValueError as error:
             raise UserError(f"stages.swap_head: {error}") from None
         check_kept_head(recipe, before=old.class_names, classes=classes, head=old.head)
@@ -218,6 +235,21 @@ def swap_head(context: StageContext) -> None:
         f"({attached:,} parameters)"
     )
     print(f"swap_head: {'kept the head' if keeps else swapped} for {len(classes)} classes", flush=True)
+
+
+def _for_these_images(
+    recipe: Recipe, data: StageData, meta: SavedModelMeta, model: nn.Module
+) -> tuple[SavedModelMeta, nn.Module]:
+    """Fit a model from elsewhere to the recipe's channels, and choose its normalisation."""
+    theirs, channels = Normalisation(mean=meta.mean, std=meta.std), recipe.model.channels
+    chosen = settled_normalisation(recipe, data, stage="finetune", theirs=theirs)
+    config = meta.model.model_copy(update={"channels": channels})
+    fitted = meta.model_copy(update={"model": config, "mean": chosen.mean, "std": chosen.std})
+    if channels != meta.model.channels:
+        state = with_channels(model.state_dict(), config=meta.model, channels=channels)
+        model = build_described(fitted)
+        model.load_state_dict(state)
+    return fitted, model
 
 
 def _num_parameters(module: nn.Module) -> int:

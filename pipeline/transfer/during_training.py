@@ -24,6 +24,8 @@ from shardvit.data_shards.loading.loader import EvalBatches, eval_batches
 from shardvit.data_shards.reading.shard_reader import label_column
 from shardvit.data_shards.shards.shard_set import ShardSet
 from shardvit.data_shards.text import parse_bytes
+from shardvit.data_shards.vocabulary import GOOGLES, Normalisation
+from shardvit.model.vocabulary import COLOUR_CHANNELS
 from shardvit.pipeline.engine.base import Engine
 from shardvit.pipeline.ranks.group import Ranks
 from shardvit.pipeline.ranks.watch import Watch
@@ -50,6 +52,7 @@ class FewShotContext:
     workers: DataWorkers
     access: Callable[[ShardSet], Access]  # reads a set, skipping damaged samples
     transform: EvalTransform
+    normalisation: Normalisation
     progress: Callable[[int], None]  # called with the step at each batch
     say: Callable[[str], None]
 
@@ -206,7 +209,7 @@ class _DecodedPart:
         self._context = context
         self._layer: FeatureLayer = config.layer
         self._part = EvalBatches(
-            context.access(shards),
+            access := context.access(shards),
             transform=context.transform,
             rank=place.rank,
             world_size=place.world_size,
@@ -215,6 +218,7 @@ class _DecodedPart:
         )
         self._left_bytes = parse_bytes(config.keep_decoded) // 2  # the other half is for the other set
         self._kept: list[Batch] = []
+        self._channels = access.channels
         self.problem = ""
 
     def features(self, step: int) -> Iterator[Features]:
@@ -233,6 +237,7 @@ class _DecodedPart:
             layer=self._layer,
             device=engine.device,
             dtype=engine.input_dtype,
+            normalisation=context.normalisation,
         )
 
     def _batches(self) -> Generator[Batch]:
@@ -253,7 +258,9 @@ class _DecodedPart:
             self.problem = str(error)
         count, size = self._context.plan.micro_batch_size, self._context.transform.image_size
         for _ in range(number, len(self._part)):
-            blank = batch_of(torch.zeros(count, size, size, 3, dtype=torch.uint8), keys=("",) * count)
+            kind = torch.float32 if self._channels else torch.uint8
+            pixels = torch.zeros(count, size, size, self._channels or COLOUR_CHANNELS, dtype=kind)
+            blank = batch_of(pixels, keys=("",) * count)
             yield replace(blank, counted=torch.zeros_like(blank.counted))
 
 
@@ -265,6 +272,7 @@ def few_shot_evaluation(
     workers: DataWorkers,
     watch: Watch,
     say: Callable[[str], None],
+    normalisation: Normalisation = GOOGLES,
 ) -> Callable[[int], dict[str, float]]:
     """Return the function that measures the sets due after a step, with the weights that become the stage's model. Both
     are collective. UserError as in `open_few_shot`."""
@@ -285,6 +293,12 @@ def few_shot_evaluation(
     )
     sets = context.ranks.from_main(opened)
     assert sets is not None
+    for each in (one for pair in sets for one in (pair.train, pair.eval)):
+        if each.channels not in (0, channels := stage.data.channels):
+            raise UserError(
+                f"stages.{stage.name}.few_shot: the images of {each.source} have {each.channels} channels, and those "
+                f"of train {channels or 'three of 8 bits'}: pack both with the same --channels"
+            )
     for line in (damage for each in sets for one in (each.train, each.eval) for damage in one.damage):
         say(line)
     shared = FewShotContext(
@@ -294,6 +308,7 @@ def few_shot_evaluation(
         workers=workers,
         access=lambda shards: replace(access_of(stage, shards), on_corrupt="substitute"),
         transform=eval_transform(stage.config),
+        normalisation=normalisation,
         progress=lambda step: watch.progress(step, status="few-shot evaluation"),
         say=say,
     )

@@ -43,7 +43,7 @@ from shardvit.model.layers.head import MlpHead
 from shardvit.pipeline.ranks.start_clock import StartClock
 from shardvit.pipeline.recipe.vocabulary import FeatureLayer
 from shardvit.pipeline.stage.pixels import model_input
-from shardvit.pipeline.using.predict import Predictor
+from shardvit.pipeline.using.predict import Predictor, channels_of
 
 _FORMAT = 1
 _PART_SAMPLES = 16_384
@@ -146,7 +146,8 @@ class FeatureStore:
         return _digest(json.dumps([_FORMAT, self.digest, about, shown, self.layer, shards.digest]).encode())
 
     def _compute(self, shards: ShardSet, *, store: Store | None, samples: Int64s) -> Features:
-        access = Access(shards, store=store, pixel_limit=self._pixel_limit, on_corrupt="substitute")
+        channels = channels_of(shards, self.predictor.meta)
+        access = Access(shards, store=store, pixel_limit=self._pixel_limit, on_corrupt="substitute", channels=channels)
         part = EvalBatches(
             access, transform=self.transform, rank=0, world_size=1, batch_size=self._batch_images, samples=samples
         )

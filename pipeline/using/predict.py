@@ -20,11 +20,13 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from shardvit.data_shards.errors import UnreadableImage, UserError
+from shardvit.data_shards.images.channels import of_array, open_image
 from shardvit.data_shards.images.crops import Pixels
-from shardvit.data_shards.images.decode import USUAL_LIMIT, EncodedImage, PixelLimit, of_pillow, read_image
+from shardvit.data_shards.images.decode import USUAL_LIMIT, EncodedImage, PixelLimit, of_pillow
 from shardvit.data_shards.images.transforms import EvalTransform
 from shardvit.data_shards.loading.batch import batch_of
 from shardvit.data_shards.processes import num_cores
+from shardvit.data_shards.shards.shard_set import ShardSet
 from shardvit.data_shards.vocabulary import Normalisation
 from shardvit.model.formats.programs import ONNX_ENDING, open_onnx
 from shardvit.model.loss import probabilities
@@ -93,10 +95,10 @@ class ImageTransform:
         return self.stacked([self.square(image)], device=torch.device("cpu"))[0]
 
     def square(self, image: AnyImage, *, limit: PixelLimit = USUAL_LIMIT) -> Pixels:
-        """Return uint8 [S, S, 3], not normalised; raises as a call does."""
+        """Return a square not normalised, as in `Batch.images`; raises as a call does."""
         meta = self.meta
         transform = EvalTransform(meta.image_size, protocol=meta.eval_protocol, crop_share=meta.eval_crop_share)
-        return transform(read_any(image, limit=limit))
+        return transform(read_any(image, limit=limit, channels=meta.raw_channels))
 
     def stacked(self, squares: Sequence[Pixels], *, device: torch.device) -> torch.Tensor:
         """Normalise squares: float32 [B, 3, S, S] on `device`."""
@@ -105,21 +107,38 @@ class ImageTransform:
         return model_input(batch, device=device, dtype=torch.float32, normalisation=normalisation)
 
 
-def read_any(image: AnyImage, *, limit: PixelLimit = USUAL_LIMIT) -> EncodedImage:
-    """Read an image wherever it is; UnreadableImage if it is damaged, UserError for what is no image."""
+def channels_of(shards: ShardSet, meta: SavedModelMeta) -> int:
+    """Number of channels to read a set as for a model; 0: colours. UserError if they do not fit."""
+    if getattr(meta, "model", None) is None:  # the user's own module
+        return shards.channels
+    if shards.channels not in (0, meta.model.channels):
+        raise UserError(
+            f"{shards.source}: its images have {shards.channels} channels, and the model takes {meta.model.channels}"
+        )
+    return shards.channels or meta.raw_channels
+
+
+def read_any(image: AnyImage, *, limit: PixelLimit = USUAL_LIMIT, channels: int = 0) -> EncodedImage:
+    """Read an image wherever it is, as colours or as so many channels; UnreadableImage if it is damaged, UserError for
+    what is no image."""
     match image:
         case str() | os.PathLike():
-            return read_image(Path(image).read_bytes(), limit=limit)
+            return open_image(Path(image).read_bytes(), channels=channels, limit=limit)
         case bytes():
-            return read_image(image, limit=limit)
-        case Image.Image():
+            return open_image(image, channels=channels, limit=limit)
+        case np.ndarray() if channels:
+            return of_array(image, channels=channels)
+        case Image.Image() if not channels:
             return of_pillow(image, limit=limit)
         case np.ndarray() if image.dtype == np.uint8 and (image.ndim == 2 or image.shape[2:] in ((3,), (4,))):
             return of_pillow(Image.fromarray(image), limit=limit)
         case _:
             pass
+    kinds = "a PIL image, or an array of uint8 [height, width, 3]"
+    if channels:
+        kinds = f"or an array [height, width, {channels}] of uint8, uint16 or float32"
     what = f"array of {image.dtype} {image.shape}" if isinstance(image, np.ndarray) else type(image).__name__
-    raise UserError(f"{what} is no image: give a path, bytes, a PIL image, or an array of uint8 [height, width, 3]")
+    raise UserError(f"{what} is no image: give a path, bytes, {kinds}")
 
 
 def open_predictor(path: Path, *, device: DeviceChoice = "auto", weights: WeightsKind | None = None) -> Predictor:

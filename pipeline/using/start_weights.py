@@ -18,6 +18,7 @@ from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.shards.location import redacted
 from shardvit.data_shards.vocabulary import Normalisation
 from shardvit.model.config import ModelConfig
+from shardvit.model.formats.first_convolution import with_channels
 from shardvit.model.own.custom import resized_own_state
 from shardvit.model.positions.embedding import starting_numbers
 from shardvit.model.saved.model_folder import SavedModelMeta
@@ -65,6 +66,7 @@ def load_weights(
     kept = {name: each for name, each in found.state.items() if not (why and name.startswith("head."))}
     try:
         if recipe.model.custom is None:
+            kept = with_channels(kept, config=meta.model, channels=recipe.model.channels)
             state = fitted_state(replace(found, state=kept), image_size=config.image_size, into=into)
         else:
             sizes = {"from_image_size": meta.image_size, "to_image_size": config.image_size}
@@ -74,6 +76,8 @@ def load_weights(
         raise UserError(f"stages.{stage}.init: {found.origin} does not fit: {error}") from None
     normalisation = Normalisation(mean=meta.mean, std=meta.std)
     notes = _notes(found, into=into, why=why, image_size=config.image_size)
+    if (theirs_of := meta.model.channels) != (ours := recipe.model.channels):
+        notes += (f"init fitted the first convolution from {theirs_of} channels to {ours}",)
     return StageStart(state_digest(found.state), normalisation, notes)
 
 

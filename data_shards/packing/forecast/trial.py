@@ -40,7 +40,12 @@ def try_images(plan: PackPlan, request: PackRequest) -> Trial:
         start, before = time.thread_time(), int(shard.images.num_bytes[position])
         with tar_writer(io.BytesIO()) as writer:
             try:
-                image = prepare_image(shard.images.read(position), resize=request.resize, limit=request.pixel_limit)
+                image = prepare_image(
+                    shard.images.read(position),
+                    resize=request.resize,
+                    limit=request.pixel_limit,
+                    channels=request.channels or 0,
+                )
                 image_statistics(image.pixels, image.data)
                 extension, label = shard.label_member(position)
                 writer.write({"__key__": shard.key(position), image.extension: image.data, extension: label})

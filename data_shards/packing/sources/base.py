@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.packing.sources.located import LocatedFiles, array_files
 from shardvit.data_shards.shards.shard_index import Texts
-from shardvit.data_shards.shards.tar_index import IMAGE_EXTENSIONS
+from shardvit.data_shards.shards.tar_index import ARRAY_EXTENSION, IMAGE_EXTENSIONS
 from shardvit.data_shards.text import counted
 from shardvit.data_shards.vocabulary import LabelKind
 
@@ -151,8 +151,7 @@ def scan_folder(folder: Path) -> tuple[list[str], list[str], list[str]]:
     except OSError as error:
         raise UserError(f"{folder}: the folder cannot be listed ({error.strerror})") from None
     files = sorted(name for name in is_folder if not is_folder[name])
-    images = [name for name in files if is_image(name)]
-    return sorted(name for name in is_folder if is_folder[name]), images, sorted({*files} - {*images})
+    return (sorted(name for name in is_folder if is_folder[name]), *images_of(files))
 
 
 def walk(
@@ -181,10 +180,24 @@ def num_shared(paths: Iterable[Sequence[str]]) -> int:
     return len([*takewhile(lambda column: len({*column}) == 1, zip(*paths, strict=False))])
 
 
+def images_of(names: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Divide the names in a folder, sorted: images, or else the npy arrays (beside images they are something else),
+    and all others."""
+    images = [name for name in names if is_image(name)]
+    images = images or [name for name in names if is_array(name)]
+    return images, sorted({*names} - {*images})
+
+
 def is_image(name: str) -> bool:
     """True for a visible name with an image's extension."""
     last = name.rpartition("/")[2]
     return last.rpartition(".")[2].lower() in IMAGE_EXTENSIONS and not last.startswith(".")
+
+
+def is_array(name: str) -> bool:
+    """True for a visible name with the extension of npy."""
+    last = name.rpartition("/")[2]
+    return last.lower().endswith(f".{ARRAY_EXTENSION}") and not last.startswith(".")
 
 
 def refuse_all(problems: Sequence[str]) -> None:

@@ -37,6 +37,7 @@ from shardvit.data_shards.packing.sources.base import (
     SplitName,
     Unfit,
     class_images,
+    is_array,
     is_image,
     left_out_notes,
     num_shared,
@@ -174,8 +175,9 @@ def _by_class(files: LocatedFiles, *, unfit: Unfit) -> _ClassFolders:
     path = Path(files.path)
     by_folder: dict[str, list[int]] = defaultdict(list)
     others: list[str] = []
+    is_ours = is_image if any(map(is_image, files.names)) else is_array
     for row, name in enumerate(files.names):
-        if is_image(name):
+        if is_ours(name):
             by_folder[name.rpartition("/")[0]].append(row)
         else:
             others.append(name)

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from shardvit.data_shards.errors import UserError
-from shardvit.data_shards.packing.sources.base import is_image, scan_folder, walk
+from shardvit.data_shards.packing.sources.base import images_of, scan_folder, walk
 from shardvit.data_shards.packing.sources.located import ABSENT, Container, LocatedFiles, folder_files, stamp_of
 from shardvit.data_shards.shards.location import is_local, join, local_path, redacted
 from shardvit.data_shards.store.ranges import list_url
@@ -79,15 +79,16 @@ def list_tree(location: str) -> FolderTree:
         sizes.append(ABSENT if num_bytes is None else num_bytes)
         stamps.append(stamp_of(name, num_bytes, stamp))
         folder, _, last = name.rpartition("/")
-        scans[folder][1 if is_image(name) else 2].append(last)
+        scans[folder][2].append(last)
         while folder not in folders:
             folders.add(folder)
             folder, _, last = folder.rpartition("/")
             scans[folder][0].append(last)
     if not rows:
         raise UserError(f"{redacted(location)}: there is nothing in it; correct the URL, or give tars by a pattern")
-    for names in (names for scan in scans.values() for names in scan):
-        names.sort()
+    for folders_in, images, others in scans.values():
+        folders_in.sort()
+        images[:], others[:] = images_of(sorted(others))
     sizes.append(ABSENT)
     stamps.append(0)
 

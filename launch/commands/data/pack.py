@@ -68,6 +68,7 @@ class PackOptions:
         int | None, Parameter(help="Shrink larger short sides (--quality 90); default: as they are.")
     ] = None
     quality: Annotated[int | None, Parameter(show=False)] = None
+    channels: Annotated[int | None, Parameter(help="Of every image, as in its file: TIFF, 16-bit PNG, npy.")] = None
     max_image_pixels: MaxImagePixels = USUAL_MOST_PIXELS
     drop_duplicates: Annotated[bool, switch("Pack only the first of equal files: train, then val, test.")] = False
     exclude_matches_of: OtherShards = None
@@ -96,7 +97,7 @@ class PackOptions:
         if self.resize_short is None and self.quality is not None:
             raise UserError("--quality: only reduced images are encoded again; give --resize-short too")
         quality = DEFAULT_QUALITY if self.quality is None else self.quality
-        same = ("name", "holdout", "holdout_images", "holdout_list", "samples_per_shard", "seed")
+        same = ("name", "holdout", "holdout_images", "holdout_list", "samples_per_shard", "seed", "channels")
         return {name: getattr(self, name) for name in same} | {
             "labels": self._label_list(),
             "samples": self._samples(),

@@ -47,6 +47,7 @@ def show(
     images: Annotated[int, Parameter(help="Images on each contact sheet.")] = _IMAGES,
     labels: Annotated[int, Parameter(help="Most labels to count; larger sets are sampled by shard.")] = _LABELS,
     seed: Annotated[int, Parameter(help="Draws which images and shards are shown.")] = 0,
+    channels: Annotated[str | None, Parameter(help="Three to show as red, green and blue, such as 4,3,2.")] = None,
     statistics: Annotated[bool, switch("Show the table of all images: sizes, classes, colours, copies.")] = False,
     data: DataFile = None,
     options: ShardsOptions = ShardsOptions(),  # noqa: B008 - frozen
@@ -91,13 +92,14 @@ def show(
         _refuse(of_shards | {"--statistics": statistics}, to=f"{what}, which is a recipe: it has keys for that")
     if statistics:
         sampled = {"--images": images != _IMAGES, "--labels": labels != _LABELS, "--seed": seed != 0}
+        sampled |= {"--channels": channels is not None}
         _refuse(of_shards | sampled, to="--statistics, which shows the table of all images")
 
     from shardvit.data_shards.reading.overview import inspect_shards
     from shardvit.data_shards.store.store import RetryPolicy, Store
     from shardvit.launch.pages.shards_page import show_recipe, show_shards, show_statistics
 
-    inspect = partial(inspect_shards, images=images, most_labels=labels, seed=seed)
+    inspect = partial(inspect_shards, images=images, most_labels=labels, seed=seed, shown=_triple(channels))
     if recipe is not None:
         made = show_recipe(recipe, stage=_stage(recipe, stage), step=step or 0, inspect=inspect, report=tell)
     else:
@@ -125,6 +127,15 @@ def _recipe(what: str, overrides: tuple[str, ...], *, data: Path | None) -> Reci
     if is_named and _has_shards(what):
         tell(f"note: {what} is taken for the recipe that ships; for the shards in the folder, write ./{what}")
     return load_recipe(what, overrides=overrides, paths=paths_file(data))
+
+
+def _triple(text: str | None) -> tuple[int, ...]:
+    """Parse three numbers of channels, from 1."""
+    if text is None:
+        return ()
+    if not re.fullmatch(r"[1-9]\d?,[1-9]\d?,[1-9]\d?", text):
+        raise UserError(f"--channels: it is {text[:40]}; give the numbers of three, such as 4,3,2")
+    return tuple(map(int, text.split(",")))
 
 
 def _has_shards(name: str) -> bool:

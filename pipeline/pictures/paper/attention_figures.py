@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from shardvit.data_shards.images.channels import as_colours, usual_range
 from shardvit.data_shards.loading.batch import Batch
 from shardvit.model.saved.model_folder import SavedModelMeta
 from shardvit.pipeline.pictures.grid import Cell, Mark, image_grid
@@ -21,11 +22,12 @@ _MOST_BLOCKS, _MOST_HEADS = 12, 16  # in the figure of maps
 def draw_rollout(attention: SeenAttention, batch: Batch, *, meta: SavedModelMeta, classes: Sequence[str]) -> Drawn:
     """Draw the first images of `batch`, each beside a copy lit by its rollout. `classes`: names for the labels; empty
     if the labels do not apply to this model."""
+    colours = _colours(batch)
     cells: list[Cell] = []
     strongest: list[float] = []
     for number in range(min(SHOWN_IMAGES, len(batch.images))):
         shares = attention.rollout[number].double().numpy()
-        image = _enlarged(batch.images[number].numpy())
+        image = _enlarged(colours[number])
         labels: list[int] = batch.labels[number].reshape(-1).tolist()
         truths = [classes[label] for label in labels if classes and label >= 0]
         guess: tuple[str, ...] = ()
@@ -72,6 +74,12 @@ def in_the_light_of(image: NDArray[np.uint8], shares: NDArray[np.float64]) -> ND
     return np.rint(image * light[..., None]).astype(np.uint8)
 
 
+def _colours(batch: Batch) -> NDArray[np.uint8]:
+    images = batch.images.numpy()
+    mean, std = usual_range([*images]) if images.dtype != np.uint8 else ((), ())
+    return as_colours(images, mean=mean, std=std)
+
+
 def _enlarged(image: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """Enlarge small images by a whole number, so that pixels stay squares."""
     times = max(1, round(_SHOWN_PIXELS / len(image)))
@@ -89,7 +97,7 @@ def draw_maps(attention: SeenAttention, batch: Batch, *, meta: SavedModelMeta) -
     width, height = 0.8 + _INPUT_INCHES + across, 0.75 + max(down, _INPUT_INCHES)
     figure, [[image, shown]] = new_figure(width=width, height=height, columns=2, width_ratios=(_INPUT_INCHES, across))
     image.set_anchor("N")
-    image.imshow(_enlarged(batch.images[0].numpy()), interpolation="none")
+    image.imshow(_enlarged(_colours(batch)[0]), interpolation="none")
     image.set_title("input")
     image.set_axis_off()
     show_tiles(shown, tiles, cmap=sequential(), vmin=-0.06, vmax=1.0)  # no attention is still darker than the page

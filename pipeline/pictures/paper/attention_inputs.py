@@ -16,7 +16,8 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
 from shardvit.data_shards.errors import UnreadableImage, UserError
-from shardvit.data_shards.images.decode import USUAL_LIMIT, PixelLimit, read_image
+from shardvit.data_shards.images.channels import open_image
+from shardvit.data_shards.images.decode import USUAL_LIMIT, PixelLimit
 from shardvit.data_shards.images.transforms import EvalTransform, Pixels
 from shardvit.data_shards.loading.assemble import Access
 from shardvit.data_shards.loading.batch import Batch, batch_of
@@ -71,7 +72,7 @@ def images_of_files(
     transform, squares, names, faults = _transform(meta), list[Pixels](), list[str](), list[str]()
     for file in files:
         try:
-            squares.append(transform(read_image(file.read_bytes(), limit=limit)))
+            squares.append(transform(open_image(file.read_bytes(), channels=meta.raw_channels, limit=limit)))
             names.append(file.name)
         except UnreadableImage as error:
             faults.append(f"{one_line(str(file))}: {error}")

@@ -69,7 +69,7 @@ def evenly(count: int, *, most: int) -> list[int]:
 
 def draw_filters(found: FirstFilters, *, meta: SavedModelMeta) -> Drawn:
     """Draw the first layer's filters as colours: grey is zero, and each is scaled to its largest weight."""
-    filters = found.filters.numpy()
+    filters = found.filters.numpy()[:, [min(each, meta.model.channels - 1) for each in range(3)]]  # the first three
     count, _, side, _ = filters.shape
     largest = np.maximum(np.abs(filters).max(axis=(1, 2, 3), keepdims=True), np.finfo(np.float32).tiny)
     colours = (0.5 + 0.5 * filters / largest).transpose(0, 2, 3, 1)

@@ -94,7 +94,8 @@ class AugmentConfig(Strict):
     for the first three."""
     custom: OwnCode | None = None
     """FILE:FUNCTION of your own, last before flip, mixing and normalisation: (uint8 image [size, size, 3],
-    numpy Generator of this sample's stream) -> uint8 image of that size. See docs/own-code.md."""
+    numpy Generator of this sample's stream) -> uint8 image of that size; with model.channels float32. See
+    docs/own-code.md."""
     random_erasing: RandomErasingConfig | None = None
     mixup_alpha: float = Field(default=0.0, ge=0)
     """Mixup with Beta(alpha, alpha), with the global batch's next image (big_vision: the device's previous); 0: off."""
@@ -109,6 +110,11 @@ class AugmentConfig(Strict):
     def ratio(self) -> tuple[float, float]:
         """`crop_ratio`, by default that of `crop`: Google's code uses TensorFlow's upper limit of 1.33, not 4/3."""
         return self.crop_ratio or ((0.75, 1.33) if self.crop == "google" else (3 / 4, 4 / 3))
+
+    @property
+    def of_colours(self) -> tuple[str, ...]:
+        """Keys in use that know red, green and blue of 8 bits alone."""
+        return tuple(name for name in ("rand_augment", "auto_augment", "color_jitter") if getattr(self, name))
 
     def problems(self) -> Iterator[str]:
         if not 0 < self.crop_area[0] <= self.crop_area[1] <= 1:

@@ -231,6 +231,13 @@ class TrainStage(Strict):
         known: tuple[EvalMetric, ...] = get_args(EvalMetric)
         return tuple[EvalMetric, ...](each for each in known if self.metrics.count(each))
 
+    def problems_with_channels(self, channels: int, *, key: str) -> Iterator[str]:
+        """What knows colours alone, for images that are read as `channels` channels."""
+        for name in self.augment.of_colours:
+            yield f"{key}.augment.{name} is for colours of 8 bits, not for images of {channels} channels: leave it out"
+        if self.head_kind in ("masked_patch", "masked_autoencoder"):
+            yield f"{key} predicts three colours of 8 bits, not {channels} channels: take stages.pretrain"
+
     def problems(self) -> Iterator[str]:
         if self.eval_protocol in ("vit", "vit_exact"):
             yield from self.ignored("eval_crop_share", why=f"with eval_protocol {self.eval_protocol}")

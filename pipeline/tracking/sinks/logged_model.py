@@ -38,10 +38,13 @@ def log_result_model(client: Any, *, uri: str, result: ResultModel) -> str:
     folder, recipe, stage, run_id = result.folder, result.recipe, result.stage, result.run_id
     require_inside(folder.model(stage), folder=folder.boundary)
     meta, state = load_model(folder.model(stage))
+    channels = meta.raw_channels
     model = build_described(meta)
     model.load_state_dict(state)
     model = model.float().requires_grad_(False).eval()
-    served = PixelsToProbabilities(model, mean=meta.mean, std=meta.std, kind=meta.loss).eval()
+    served = PixelsToProbabilities(
+        model, mean=meta.mean, std=meta.std, kind=meta.loss, top=1 if channels else 255
+    ).eval()
     run = client.get_run(run_id)
     step = folder.record(stage).total_steps
     facts = {
@@ -60,7 +63,15 @@ def log_result_model(client: Any, *, uri: str, result: ResultModel) -> str:
             model_type="classifier",
         )
         path = Path(folder_name) / "model"
-        _save(served, path, model_id=logged.model_id, run_id=run_id, names=meta.class_names, facts=facts)
+        _save(
+            served,
+            path,
+            model_id=logged.model_id,
+            run_id=run_id,
+            names=meta.class_names,
+            facts=facts,
+            channels=channels,
+        )
         client.log_model_artifacts(logged.model_id, str(path))
     client.finalize_logged_model(logged.model_id, "READY")
     for each in (run_id, result.parent_id):
@@ -80,7 +91,14 @@ def log_result_model(client: Any, *, uri: str, result: ResultModel) -> str:
 
 
 def _save(
-    served: Any, path: Path, *, model_id: str, run_id: str, names: tuple[str, ...], facts: dict[str, str]
+    served: Any,
+    path: Path,
+    *,
+    model_id: str,
+    run_id: str,
+    names: tuple[str, ...],
+    facts: dict[str, str],
+    channels: int,
 ) -> None:
     import mlflow.pytorch
     import numpy as np
@@ -88,9 +106,13 @@ def _save(
     from mlflow.types import Schema, TensorSpec
 
     size = int(facts["image_size"])
-    example = np.zeros((_EXAMPLES, size, size, 3), dtype=np.uint8)
+    shape, kind = (size, size, channels or 3), np.dtype(np.float32 if channels else np.uint8)
+    example = np.zeros((_EXAMPLES, *shape), dtype=kind)
+    pixels = "RGB pixels, 0 to 255"
+    if channels:
+        pixels = f"{channels} channels, integers as shares of their type's range, floats as in the file"
     signature = ModelSignature(
-        inputs=Schema([TensorSpec(np.dtype(np.uint8), (-1, size, size, 3), name=None)]),
+        inputs=Schema([TensorSpec(kind, (-1, *shape), name=None)]),
         outputs=Schema([TensorSpec(np.dtype(np.float32), (-1, len(names)))]),
     )
     with warnings.catch_warnings(action="ignore"):  # the exporter warns about its own internals
@@ -104,7 +126,7 @@ def _save(
             pip_requirements=[f"{name}=={version(name)}" for name in ("mlflow", "torch", "numpy")],
             metadata={
                 **facts,
-                "input": "RGB pixels, 0 to 255, resized to image_size as eval_protocol says",
+                "input": f"{pixels}, resized to image_size as eval_protocol says",
                 "class_names": list(names[:_MOST_CLASSES]),
             },
         )

@@ -80,7 +80,7 @@ def test_filler_before_markers_is_allowed(decoder: decode.DecoderName, monkeypat
     )
     expected = by_pillow(data)
     if decoder != "pillow":
-        monkeypatch.setattr(decode, "_open_with_pillow", lambda data: pytest.fail("Pillow was asked"))
+        monkeypatch.setattr(decode, "open_with_pillow", lambda data: pytest.fail("Pillow was asked"))
     assert_within_55_db(decode_without_warnings(data, decoder=decoder), expected)
 
 
