@@ -5,7 +5,7 @@ they are: a batch is of one type, whatever its files are, and sets of 8 and of 1
 
     npy              [H, W, C] or [H, W] of uint8, uint16 or float32, of either byte order
     TIFF             the first page, pixels or planes (`tiff`); palette, YCbCr and JPEG-in-TIFF as Pillow decodes them
-    PNG              grey or colour, with alpha as a further channel; 8 or 16 bits (these by torchvision's libpng)
+    PNG              8 bits, with alpha as a further channel; 16 bits of grey (of colours: refused, Pillow reads 8)
     JPEG, WebP, ...  Pillow: grey is 1 channel, colour 3, CMYK 4; alpha is a channel; a palette gives its colours
     another number of channels than was asked for, NaN or infinity anywhere           refused, whatever the crop
     more pixels than the limit, or a header that promises more than the file has      refused before decoding
@@ -17,7 +17,6 @@ convert. Does not apply orientation tags, colour profiles, scales or "no data" v
 from __future__ import annotations
 
 import io
-import struct
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -44,7 +43,6 @@ if TYPE_CHECKING:
 
 NPY_MAGIC = b"\x93NUMPY"
 _PNG_MAGIC = b"\x89PNG\r\n\x1a\n"
-_PNG_CHANNELS = {0: 1, 2: 3, 4: 2, 6: 4}  # by colour type, but palettes
 _PILLOW_CHANNELS = {"L": 1, "LA": 2, "RGB": 3, "RGBA": 4, "CMYK": 4, "I;16": 1, "I;16B": 1}
 _RANGES = {"uint8": 255, "uint16": 65535, "float32": 1}
 _SHOWN_DEVIATIONS = 2.0  # about the mean, from black to white
@@ -76,8 +74,8 @@ def read_channels(data: bytes, *, channels: int | None, limit: PixelLimit = USUA
             found = _npy(data)
         elif data[:4] in TIFF_MAGICS and (tiff := read_tiff(data)) is not None:
             found = tiff.height, tiff.width, tiff.channels, tiff.dtype, tiff.read
-        elif data.startswith(_PNG_MAGIC) and data[24:25] == b"\x10" and data[25:26] != b"\0":  # else Pillow
-            found = _png(data)
+        elif data.startswith(_PNG_MAGIC) and data[24:25] == b"\x10" and data[25:26] != b"\0":
+            raise OSError("a PNG of 16 bits in colour, of which Pillow reads the upper 8: write it as TIFF or npy")
         else:
             found = _by_pillow(open_with_pillow(data))
     height, width, number, dtype, read = found
@@ -118,20 +116,6 @@ def _npy(data: bytes) -> tuple[int, int, int, str, _Read]:
     values = np.frombuffer(data, dtype, height * width * channels, file.tell())
     array = values.reshape((height, width, channels), order="F" if is_fortran else "C")
     return height, width, channels, name, lambda: array
-
-
-def _png(data: bytes) -> tuple[int, int, int, str, _Read]:
-    width, height, _, colours = struct.unpack_from(">IIBB", data, 16)
-    channels = _PNG_CHANNELS[colours]
-
-    def read() -> NDArray[Any]:
-        import torch
-        from torchvision.io import ImageReadMode, decode_image
-
-        found = decode_image(torch.frombuffer(bytearray(data), dtype=torch.uint8), mode=ImageReadMode.UNCHANGED)
-        return found.permute(1, 2, 0).numpy()
-
-    return height, width, channels, "uint16", read
 
 
 def _by_pillow(image: Image.Image) -> tuple[int, int, int, str, _Read]:

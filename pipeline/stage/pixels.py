@@ -20,7 +20,8 @@ from shardvit.data_shards.vocabulary import GOOGLES, LabelKind, Normalisation
 def model_input(
     batch: Batch, *, device: torch.device, dtype: torch.dtype, normalisation: Normalisation = GOOGLES
 ) -> torch.Tensor:
-    """Flip, normalise, erase and mix on the device -> [n, channels, size, size] of `dtype`; in float32, rounded once."""
+    """Flip, normalise, erase and mix on the device -> [n, channels, size, size] of `dtype`; in float32, rounded
+    once."""
     values = normalised(flipped(batch, device=device), normalisation)
     if batch.erasures:
         erase(values, batch.erasures)
