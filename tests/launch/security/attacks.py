@@ -169,6 +169,12 @@ ROWS = (
     Row("the same in shards", ("check",), "refused", (shards.postscript_in_a_tar,)),
     Row("the same to be packed", ("pack",), "refused", (shards.postscript_to_pack,)),
     Row(
+        "an npy of objects, or of more values than it has; a TIFF of 2^62 pixels",
+        ("predict", "pack"),
+        "refused",
+        (shards.array_of_objects, shards.giant_array, shards.giant_tiff),
+    ),
+    Row(
         "pickles among images, as CIFAR's; MATLAB's tables, as Flowers'",
         ("pack",),
         "refused",

@@ -6,6 +6,7 @@ import os
 import pickle
 import shutil
 import stat
+import struct
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -121,6 +122,47 @@ def postscript_to_pack(world: World) -> None:
         (world.source / name).mkdir()
         shutil.copy(world.image, world.source / name / "whole.png")
     shutil.copy(postscript(world), world.source / "a/scan.png")
+
+
+def _array(world: World) -> bytes:
+    """An npy of objects, of which one makes the canary when it is unpickled."""
+    np.save(file := io.BytesIO(), np.array([[world.ran]], dtype=object), allow_pickle=True)
+    return file.getvalue()
+
+
+def _giant_array() -> bytes:
+    """A header of 2^60 values with nothing behind it."""
+    np.lib.format.write_array_header_1_0(
+        file := io.BytesIO(), {"descr": "<f4", "fortran_order": False, "shape": (2**30, 2**28, 4)}
+    )
+    return file.getvalue()
+
+
+def _giant_tiff() -> bytes:
+    tags = {256: 2**31 - 1, 257: 2**31 - 1, 258: 8, 259: 8, 262: 1, 273: 8, 277: 4, 278: 2**31 - 1, 279: 8, 284: 1}
+    entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags.items())
+    return struct.pack("<2sHI", b"II", 42, 8) + struct.pack("<H", len(tags)) + entries + bytes(4)
+
+
+def _as_channels(world: World, content: bytes) -> None:
+    world.image.write_bytes(content)
+    for folder in ("a", "b"):
+        (world.source / folder).mkdir()
+        np.save(world.source / folder / "whole.npy", np.zeros((8, 8, 4), np.float32))
+    (world.source / "a/scan.npy").write_bytes(content)
+    world.pack_options += ["--channels", "4"]
+
+
+def array_of_objects(world: World) -> None:
+    _as_channels(world, _array(world))
+
+
+def giant_array(world: World) -> None:
+    _as_channels(world, _giant_array())
+
+
+def giant_tiff(world: World) -> None:
+    _as_channels(world, _giant_tiff())
 
 
 def postscript_in_a_tar(world: World) -> None:
