@@ -117,7 +117,13 @@ def test_channels_go_all_the_way(
     for each in shown["predictions"]:
         assert each["probability"] == pytest.approx(expected[each["index"]].item(), abs=1e-4)
 
-    for form, ending in (("npz", ".npz"), ("timm", ""), ("transformers", ""), ("onnx", ".onnx"), ("torch_export", ".pt2")):
+    for form, ending in (
+        ("npz", ".npz"),
+        ("timm", ""),
+        ("transformers", ""),
+        ("onnx", ".onnx"),
+        ("torch_export", ".pt2"),
+    ):
         out = tmp_path / f"{form}{ending}"
         assert command("export", run, "--format", form, "--output", out) == 0
         assert command("predict", out, image, "--json") == 0
@@ -135,9 +141,7 @@ def test_a_set_has_the_channels_that_it_was_packed_with(tmp_path: Path):
     write(tmp_path / "images", "npy")
     np.save(odd := io.BytesIO(), np.zeros((4, 4, 3), np.float32))
     (tmp_path / "images/train/k0/00.npy").write_bytes(odd.getvalue())
-    pack(
-        str(tmp_path / "images"), str(tmp_path / "out"), channels=5, unreadable="skip", report=lambda line: None
-    )
+    pack(str(tmp_path / "images"), str(tmp_path / "out"), channels=5, unreadable="skip", report=lambda line: None)
     manifest = json.loads((tmp_path / "out/train/manifest.json").read_text())
     assert manifest["num_samples"] == 47 and manifest["channels"] == 5
     assert "5" in (tmp_path / "out/unreadable.jsonl").read_text()

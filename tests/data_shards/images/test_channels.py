@@ -9,20 +9,21 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tests.data_shards.images.tiffs import tiff
 
 from shardvit.data_shards.errors import UnreadableImage
 from shardvit.data_shards.images.channels import NPY_MAGIC, as_colours, open_to_look, read_channels
 from shardvit.data_shards.images.crops import Box
 from shardvit.data_shards.images.decode import PixelLimit
 from shardvit.data_shards.images.resizing import resize
+from tests.data_shards.images.tiffs import tiff
 
 RANGES = {"u1": 255, "u2": 65535, "f4": 1}
 
 
 def values(kind: str, *shape: int, seed: int = 0) -> np.ndarray:
     drawn = np.random.default_rng(seed).normal(size=shape)
-    return drawn.astype("f4") if kind == "f4" else ((drawn * 40 + 128).clip(0, 255) * (RANGES[kind] // 255)).astype(kind)
+    whole = (drawn * 40 + 128).clip(0, 255) * (RANGES[kind] // 255)
+    return drawn.astype("f4") if kind == "f4" else whole.astype(kind)
 
 
 def npy(array: np.ndarray, **how) -> bytes:
