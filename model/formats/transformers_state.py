@@ -80,7 +80,7 @@ _GELUS: dict[str, Gelu] = {
     "gelu_python_tanh": "tanh",
     "gelu_accurate": "tanh",
 }
-_DEFAULTS = {"hidden_act": "gelu", "layer_norm_eps": 1e-12, "num_attention_heads": 12}  # ViTConfig's
+_DEFAULTS = {"hidden_act": "gelu", "layer_norm_eps": 1e-12, "num_attention_heads": 12, "num_channels": 3}  # ViTConfig's
 _BILINEAR, _BICUBIC = 2, 3  # PIL's numbers, as in preprocessor_config.json
 
 
@@ -124,6 +124,10 @@ def read_transformers_folder(folder: Path, *, content: dict[str, Any], config: M
         class_token_position=record.model.class_token_position if record else None,
     )
     external = _read(load_folder_weights(folder), semantics=semantics, config=config, origin=origin)
+    if content["num_channels"] != (found := external.config.channels):
+        raise ValueError(
+            f"{origin}: config.json has num_channels {content['num_channels']}, and its weights have {found}"
+        )
     changes: dict[str, Any] = {
         "format": "transformers folder",
         "state": without_numbers(external.state, config=external.config, image_size=external.image_size),

@@ -100,7 +100,7 @@ def test_a_folder_that_transformers_wrote_round_timm(tmp_path: Path) -> None:
         ("vit_base_patch16_224", {"act_layer": "quick_gelu"}, "activation QuickGELU"),
         ("vit_base_patch16_224", {"final_norm": False}, "Identity as its last norm"),
         ("vit_base_patch16_224", {"scale_mlp_norm": True}, "scale_mlp_norm"),
-        ("vit_base_patch16_224", {"in_chans": 1}, "1 input channels"),
+        ("vit_base_patch16_224", {"in_chans": 17}, "17 input channels"),
         ("vit_base_patch16_224", {"fc_norm": True}, "norm after global_pool 'token'"),
         ("vit_base_patch16_224", {"global_pool": "map", "pool_include_prefix": True}, "tokens in its pooling"),
         ("vit_base_patch16_224", {"img_size": (8, 72)}, "not square"),
