@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import timm.optim
 import torch
 from torch import nn
 
@@ -209,6 +210,21 @@ def test_before_the_first_step_there_are_no_moments(tmp_path: Path):
     torch.save({**state, "scaler": None}, tmp_path / "accelerate.pt")
     saved = open_whole(tmp_path / "accelerate.pt", model=model_of())
     assert saved.moments == {} and saved.optimizer_step is None
+
+
+def test_steps_that_timms_lamb_counted_in_its_groups_are_read(tmp_path: Path):
+    """Of earlier checkpoints; now that state is read name by name, for any ZeRO stage."""
+    model = model_of()
+    optimizer = timm.optim.Lamb([{"params": list(model.named_parameters())}])
+    for _ in range(3):
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "scaler": None}
+    torch.save(state, tmp_path / "ddp.pt")
+    saved = open_whole(tmp_path / "ddp.pt", model=model_of())
+    assert saved.optimizer_step == 3.0
+    assert saved.moments_of("0.weight") == {"exp_avg": torch.float32, "exp_avg_sq": torch.float32}
 
 
 def static_scaler():
