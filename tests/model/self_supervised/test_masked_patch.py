@@ -36,7 +36,7 @@ CONFIGS = {
     "learned_2d": ModelConfig(**SIZES, position="learned_2d"),
     "every_layer": ModelConfig(**SIZES, position_at="every_layer"),
     "class_token_without": ModelConfig(**SIZES, class_token_position="none"),
-    "later": ModelConfig(**SIZES, pool="gap", final_norm="pooled", registers=2, rope="axial", mlp="swiglu"),
+    "later": ModelConfig(**SIZES, pool="gap", class_token="kept", registers=2, rope="axial", mlp="swiglu"),
     "shared": ModelConfig(**SIZES, position_at="every_layer_shared", pool="gap"),
     "relative": ModelConfig(**SIZES, position="relative"),
     "sincos": ModelConfig(**SIZES, position="sincos_2d", pool="map"),
@@ -233,3 +233,10 @@ def test_the_ends_and_edges_of_the_levels():
     assert colour_classes(pixels, patch_size=4).item() == 64
     pixels[0, 0, 0, 0] = 254
     assert colour_classes(pixels, patch_size=4).item() == 0
+
+
+def test_the_norm_of_tokens_becomes_the_norm_of_their_mean() -> None:
+    config = ModelConfig(**SIZES, pool="gap", final_norm="pooled")
+    masked = randomise(build_masked_patch(config, image_size=16))
+    model = classifier_of(masked, config=config, image_size=16, num_classes=3, seed=0)
+    assert torch.equal(model.get_parameter("fc_norm.weight"), masked.get_parameter("norm.weight"))
