@@ -12,7 +12,7 @@ With `init: WEIGHTS`, loaded weights take the place of random ones.
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -237,9 +237,7 @@ def swap_head(context: StageContext) -> None:
     print(f"swap_head: {'kept the head' if keeps else swapped} for {len(classes)} classes", flush=True)
 
 
-def _for_these_images(
-    recipe: Recipe, data: StageData, meta: SavedModelMeta, model: nn.Module
-) -> tuple[SavedModelMeta, nn.Module]:
+def _for_these_images(recipe: Recipe, data: StageData, meta: SavedModelMeta, model: Any) -> tuple[SavedModelMeta, Any]:
     """Fit a model from elsewhere to the recipe's channels, and choose its normalisation."""
     theirs, channels = Normalisation(mean=meta.mean, std=meta.std), recipe.model.channels
     chosen = settled_normalisation(recipe, data, stage="finetune", theirs=theirs)

@@ -60,6 +60,10 @@ class Teacher(nn.Module):
         self._dtype = torch.float32 if exact else torch.bfloat16
         self.model.to(device, self._dtype)
         ours, theirs = normalisation, self.facts.normalisation
+        if len(ours.mean) != len(theirs.mean):
+            raise UserError(
+                f"distill.teacher takes {len(theirs.mean)} channels, and the images have {len(ours.mean)}: name another"
+            )
         if (ours.mean, ours.std) != (theirs.mean, theirs.std):
             mean, std, to_mean, to_std = (
                 torch.tensor(each, dtype=torch.float64)[:, None, None]
