@@ -16,6 +16,7 @@ from shardvit.model.vocabulary import (
     MOST_CHANNELS,
     ClassToken,
     ClassTokenPosition,
+    DistillationToken,
     DropoutMasks,
     FinalNorm,
     Gelu,
@@ -38,7 +39,7 @@ WidthFactor = Annotated[int, Field(gt=0, le=64)]
 
 _MOST_WEIGHTS = 10**12
 _SIZES = ("width", "depth", "heads", "mlp_dim", "patch_size", "resnet_layers", "resnet_width_factor")
-LATER_BLOCKS = ("registers", "class_token", "final_norm", "qk_norm", "mlp", "norm", "rope")
+LATER_BLOCKS = ("registers", "distillation_token", "class_token", "final_norm", "qk_norm", "mlp", "norm", "rope")
 """Fields of what came after the paper; written only where they are not the default, as older releases lack them."""
 OF_TRANSFORMERS = (
     *("pool", "position", "position_at", "class_token_position"),
@@ -80,6 +81,8 @@ class ModelConfig(BaseModel):
     layer_norm_eps: float = Field(default=1e-6, gt=0)  # flax's default; transformers' is 1e-12
     interpolation: Interpolation = "google"  # google: bilinear, corners aligned; timm: bicubic, antialiased
     registers: int = Field(default=0, ge=0, le=256)  # learned tokens that the head does not read (arXiv 2309.16588)
+    # learned: a token behind the class token with a head of its own; the answer is the mean of both (DeiT, 2012.12877)
+    distillation_token: DistillationToken = "none"
     # pooled: only if the head reads it (pool cls); kept: beside gap or map too (MAE's and EVA-02's fine-tuning, DINOv3)
     class_token: ClassToken = "pooled"
     # With pool gap. tokens: the mean of normed tokens (big_vision); pooled: the norm of the mean (MAE; timm's fc_norm)
@@ -182,6 +185,8 @@ class ModelConfig(BaseModel):
     def _block_problems(self) -> Iterator[str]:
         if self.class_token == "kept" and self.pool == "cls":
             yield "class_token kept has no effect with pool cls, which reads it anyway: leave it out"
+        if self.distillation_token == "learned" and (self.pool != "cls" or self.registers or self.rope != "none"):
+            yield "distillation_token is for pool cls, without registers and rope, as in DeiT: leave one out"
         if self.final_norm == "pooled" and self.pool != "gap":
             yield f"final_norm pooled is for pool gap, not {self.pool}: leave it out"
         if self.mlp != "gelu" and self.gelu != "tanh":
@@ -237,8 +242,8 @@ class ModelConfig(BaseModel):
 
     @property
     def prefix_tokens(self) -> int:
-        """Tokens before the patches: the class token, then the registers."""
-        return self.has_class_token + self.registers
+        """Tokens before the patches: the class token, then the registers or the distillation token."""
+        return self.has_class_token + self.registers + (self.distillation_token == "learned")
 
     @property
     def prefix_rows(self) -> int:

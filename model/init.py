@@ -39,7 +39,7 @@ def initialise(model: nn.Module, *, seed: int, head_bias: float = 0.0, style: In
     gated = {f"{name}.fc1.weight" for name, module in model.named_modules() if isinstance(module, GluMlp)}
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name in ("head.bias", "head.logits.bias"):
+            if name in ("head.bias", "head.logits.bias", "head.dist.bias"):
                 parameter.fill_(head_bias)
                 continue
             kind = "resnet." if isinstance(model, ResNetV2) else "gated." if name in gated else ""
@@ -147,6 +147,7 @@ _VALUES: tuple[tuple[str, Fill, dict[InitStyle, Fill]], ...] = (
     (r"pos_embed|position\.tables\.\d+\.(embedding|prefix)", _normal(0.02), {"big_vision": _unit_vectors()}),
     (r"position\.tables\.\d+\.(column|row)", _normal(0.02), {"big_vision": _unit_vectors(0.5)}),
     (r"cls_token", _zero, {"timm": _normal(1e-6), "mae": _normal(0.02)}),
+    (r"dist_token", _normal(0.02), {}),  # DeiT's, as timm's
     (r"reg_token", _normal(1e-6), {}),  # timm's and DINOv2's; equal ones would stay equal
     (r"patch_embed\.proj\.weight", _lecun_normal, {"timm": _torch_default, "mae": _xavier_flat}),
     (r"patch_embed\.proj\.bias", _zero, {"timm": _torch_default, "mae": _torch_default}),
@@ -166,7 +167,7 @@ _VALUES: tuple[tuple[str, Fill, dict[InitStyle, Fill]], ...] = (
     (r"attn_pool\.latent", _xavier_query, {"timm": _truncated_query}),
     (r"blocks\.\d+\.attn\.relative", _unit_vectors(), {}),  # Tensor2Tensor, see shardvit.model.positions.embedding
     (r"blocks\.\d+\.ls[12]\.gamma", _layer_scale, {}),
-    (r"head(\.logits)?\.weight", _zero, _TIMM_LINEAR),
+    (r"head(\.logits|\.dist)?\.weight", _zero, _TIMM_LINEAR),
     (r"head\.pre_logits\.weight", _lecun_normal, _TIMM_LINEAR),
     (r"resnet\.head(\.logits)?\.weight", _zero, _TIMM_RESNET_HEAD),
     (r"resnet\.head\.pre_logits\.weight", _lecun_normal, _TIMM_RESNET_HEAD),

@@ -34,7 +34,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardvit.model.config import NO_REGULARISATION, ModelConfig, Regularisation
 from shardvit.model.layers.dropout import by_sample
-from shardvit.model.layers.head import MlpHead
+from shardvit.model.layers.head import HeadPair, MlpHead, zero_pair
 from shardvit.model.own.custom import build_custom
 from shardvit.model.positions.embedding import (
     Position,
@@ -119,6 +119,38 @@ class PositionedVit(Vit):
         return encode(self, self.patch_drop(self._pos_embed(self.patch_embed(x))))
 
 
+class DistilledVit(Vit):
+    """A model with a class and a distillation token, `dist_token` [1, 1, D], and a `HeadPair`: the logits are the mean
+    of both heads' (DeiT, section 4); in training with `teaches_both` a pair, [B, classes] each."""
+
+    dist_token: nn.Parameter
+    teaches_both: bool
+
+    @property
+    def reg_token(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.dist_token  # as a register, it comes behind the class token and may have a position
+
+    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Any:
+        of_labels, of_teacher = self.head_drop(x[:, 0]), self.head_drop(x[:, 1])
+        if pre_logits:
+            return (of_labels + of_teacher) / 2
+        logits, others = self.head(of_labels), cast(HeadPair, self.head).dist(of_teacher)
+        return (logits, others) if self.training and self.teaches_both else (logits + others) / 2
+
+
+def _distilled(model: Vit, *, num_classes: int) -> None:
+    """Convert a model with one register in place."""
+    model.set_submodule("head", zero_pair(model.num_features, num_classes))
+    token = model._parameters.pop("reg_token")
+    kind = type(model)
+    model.__class__ = (
+        DistilledVit if kind is Vit else type("DistilledVit", (DistilledVit, kind), {"__module__": __name__})
+    )
+    distilled = cast(DistilledVit, model)
+    distilled.register_parameter("dist_token", token)
+    distilled.teaches_both = False
+
+
 def encode(model: VisionTransformer, tokens: Tensor) -> Tensor:
     """Run all blocks, with their positions, and the final norm on embedded tokens [B, T, D]."""
     assert isinstance(model.blocks, nn.Sequential)
@@ -197,6 +229,8 @@ def _build_vit(
     for parameter in (model.pos_embed, model.cls_token, model.reg_token):  # timm leaves them uninitialised
         if parameter is not None:
             nn.init.zeros_(parameter)
+    if config.distillation_token == "learned":
+        _distilled(model, num_classes=num_classes)
     return model
 
 
@@ -233,8 +267,8 @@ def timm_arguments(config: ModelConfig, *, image_size: int) -> dict[str, Any]:
         arguments["init_values"] = config.layer_scale
     if config.position != "learned_1d" or config.position_at != "stem":
         arguments["pos_embed"] = "none"
-    if config.registers:
-        arguments["reg_tokens"] = config.registers
+    if tokens := config.prefix_tokens - config.has_class_token:
+        arguments["reg_tokens"] = tokens
     if config.qk_norm == "per_head":
         arguments["qk_norm"] = True
     if config.mlp == "swiglu_norm":

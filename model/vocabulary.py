@@ -34,6 +34,7 @@ PositionKind = Literal["learned_1d", "learned_2d", "relative", "sincos_2d", "non
 PositionAt = Literal["stem", "every_layer", "every_layer_shared"]
 ClassTokenPosition = Literal["learned", "none"]
 ClassToken = Literal["pooled", "kept"]
+DistillationToken = Literal["none", "learned"]
 FinalNorm = Literal["tokens", "pooled"]
 QkNorm = Literal["none", "per_head"]
 Mlp = Literal["gelu", "swiglu", "swiglu_norm"]

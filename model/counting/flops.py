@@ -92,11 +92,12 @@ def account(
     embedding, first, chain = _embedding(config, image_size=image_size)
     ends = (
         embedding
-        + learned(prefix * sizes.width)  # class token and registers
+        + learned(prefix * sizes.width)  # class token, registers and distillation token
         + learned(_position_parameters(config, patches=patches))
         + norm(1 if config.final_norm == "pooled" else tokens, sizes.width, kind=config.norm)
         + _pooling(config, tokens=tokens)
         + logits
+        + (logits if config.distillation_token == "learned" else NOTHING)
     )
     chain = chain.then(_block(config, tokens=tokens), input_elements=tokens * sizes.width, times=sizes.depth)
     return _accounting(chain, ends=ends, first=first, tokens=tokens, every=checkpointed_every)

@@ -79,7 +79,7 @@ def move_class_row(state: Mapping[str, Tensor], *, config: ModelConfig) -> dict[
     from torch.nn import functional
 
     state = dict(state)
-    names = [name for name in ("cls_token", "reg_token") if name in state]
+    names = [name for name in ("cls_token", "reg_token", "dist_token") if name in state]
     if not names or "pos_embed" not in state:
         return state
     counts = [state[name].shape[1] for name in names]
@@ -360,8 +360,9 @@ def adapt(
     if new_head:
         state = {name: tensor for name, tensor in state.items() if not name.startswith("head.")}
         like = next(tensor for tensor in state.values() if tensor.is_floating_point())
-        state["head.weight"] = torch.zeros(wanted, external.config.num_features, dtype=like.dtype)
-        state["head.bias"] = torch.zeros(wanted, dtype=like.dtype)
+        for head in ("head", "head.dist") if external.config.distillation_token == "learned" else ("head",):
+            state[f"{head}.weight"] = torch.zeros(wanted, external.config.num_features, dtype=like.dtype)
+            state[f"{head}.bias"] = torch.zeros(wanted, dtype=like.dtype)
     described = _record(external, num_classes=wanted, head="linear" if new_head else external.head)
     check_state(state, meta=described, says=f"{external.format}: does not fit the model that it was taken for")
     broken = next((name for name, tensor in state.items() if not tensor.isfinite().all()), None)

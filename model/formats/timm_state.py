@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from shardvit.model.config import ModelConfig
 from shardvit.model.formats.external_model import ExternalModel, Semantics, add_qkv_biases, config_of, of_shapes
 from shardvit.model.formats.weights_file import load_folder_weights
+from shardvit.model.saved.model_folder import from_deit
 from shardvit.model.saved.state_shapes import describe_differences, read_sizes, shapes_of
 from shardvit.model.saved.timm_eva import from_eva
 from shardvit.model.vocabulary import MOST_CHANNELS, EvalProtocol, Gelu, Pool, Rope
@@ -30,8 +31,6 @@ _GELUS |= {"GELUTanh()": "tanh"}
 
 # Names in a state dict that reveal timm parameters unknown to our models.
 _UNKNOWN_PARTS = {
-    "dist_token": "a distillation token",
-    "head_dist.": "a distillation head",
     "norm_pre.": "a norm before the blocks (pre_norm)",
     ".attn.norm.": "a norm inside attention (scale_attn_norm)",
     ".mlp.w12.": "SwiGLU MLPs under other names than timm's",
@@ -59,7 +58,7 @@ def read_timm_state(state: dict[str, Tensor], *, config: ModelConfig | None, ori
             f"{origin} has a ResNet stem and does not tell whose: for one of Google's code or of shardvit give its "
             "--variant; timm's own hybrids have other epsilons than Google's and cannot be read"
         )
-    state = dict(state)
+    state = from_deit(state)
     notes = add_qkv_biases(state)
     semantics = Semantics(gelu="erf", layer_norm_eps=1e-6, interpolation="timm")
     external = of_shapes(state, format="timm state dict", semantics=semantics, given=config, origin=origin)
@@ -84,7 +83,7 @@ def read_timm_folder(folder: Path, *, content: dict[str, Any], config: ModelConf
         raise ValueError(f"{origin}: the weights are not those of the model in its config.json:\n{differences}")
     notes = add_qkv_biases(state)
     data = resolve_data_config(pretrained_cfg=dict(model.pretrained_cfg) | (content.get("pretrained_cfg") or {}))
-    state, semantics = from_eva(state), _semantics(model, data)
+    state, semantics = from_deit(from_eva(state)), _semantics(model, data)
     external = of_shapes(state, format="timm folder", semantics=semantics, given=config, origin=origin)
     # compare timm's model with ours of the same sizes, whatever was asked for
     own, _ = config_of(read_sizes(shapes_of(state), origin=origin), semantics=semantics, given=None, origin=origin)
@@ -112,6 +111,7 @@ def _refuse_unknown_parts(state: dict[str, Tensor], *, origin: str) -> None:
 def _built_by_timm(content: dict[str, Any], *, origin: str) -> Any:
     import timm
     import torch
+    from timm.models.deit import VisionTransformerDistilled
     from timm.models.eva import Eva
     from timm.models.vision_transformer import VisionTransformer
 
@@ -133,7 +133,7 @@ def _built_by_timm(content: dict[str, Any], *, origin: str) -> Any:
             model = timm.create_model(architecture, pretrained=False, **arguments)
     except (RuntimeError, TypeError, ValueError, KeyError, AssertionError, AttributeError) as error:
         raise ValueError(f"{origin}: timm cannot build {architecture} with its model_args: {error}") from error
-    if type(model) not in (VisionTransformer, Eva):
+    if type(model) not in (VisionTransformer, VisionTransformerDistilled, Eva):
         raise ValueError(
             f"{origin} is timm's {architecture}, a {type(model).__name__}: only its VisionTransformer and Eva can "
             "be read"

@@ -7,7 +7,7 @@ Pooling is the models' `forward_head`; `model.init` initialises the MLP head.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
@@ -43,10 +43,29 @@ def zero_linear(
     return layer
 
 
+class HeadPair(nn.Linear):
+    """A linear head that has another beside it, `dist`, for the distillation token; both zero when fresh."""
+
+    dist: nn.Linear
+
+
+def zero_pair(
+    in_features: int, out_features: int, *, device: torch.device | None = None, dtype: torch.dtype | None = None
+) -> HeadPair:
+    """Make both heads without drawing random numbers."""
+    head, dist = (zero_linear(in_features, out_features, device=device, dtype=dtype) for _ in range(2))
+    head.__class__ = HeadPair  # `__class__`: the parameters and their place stay
+    head = cast(HeadPair, head)
+    head.dist = dist
+    return head
+
+
 def replace_head(model: VisionTransformer | ResNetV2, num_classes: int) -> None:
-    """Replace the whole head by a trainable zero Linear of its device and dtype; ValueError for no classes."""
+    """Replace the whole head by a trainable zero Linear of its device and dtype, or a zero pair; ValueError for no
+    classes."""
     if num_classes < 1:
         raise ValueError(f"num_classes must be at least 1, not {num_classes}")
     old = next(model.head.parameters())
-    model.set_submodule("head", zero_linear(model.num_features, num_classes, device=old.device, dtype=old.dtype))
+    make = zero_pair if isinstance(model.head, HeadPair) else zero_linear
+    model.set_submodule("head", make(model.num_features, num_classes, device=old.device, dtype=old.dtype))
     model.num_classes = num_classes

@@ -34,6 +34,7 @@ RECORD_KEY = "shardvit"
 
 # Build the trunk; `model_args` overrides all their sizes. JSON cannot name SwiGLU's class.
 _TIMM_ENTRY_POINT, _TIMM_SWIGLU = "vit_base_patch16_224", "vit_giant_patch14_dinov2"
+_TIMM_DISTILLED = "deit_base_distilled_patch16_224"
 
 # timm's terms for our evaluation protocols: kernel, crop share, crop mode.
 _TIMM_EVALUATION: dict[EvalProtocol, tuple[str, float, str]] = {
@@ -143,7 +144,7 @@ def load_model(folder: Path) -> tuple[SavedModelMeta, dict[str, Tensor]]:
     path = Path(folder) / WEIGHTS_FILE
     if not path.is_file():
         raise ValueError(f"{path} is missing: the saved model has no weights")
-    state_dict = read_safetensors(path)
+    state_dict = from_deit(read_safetensors(path))
     if meta.model.kind == "vit" and meta.model.rope != "none":
         state_dict = from_eva(state_dict)
     state_dict = without_numbers(state_dict, config=meta.model, image_size=meta.image_size)
@@ -196,9 +197,16 @@ def timm_objection(meta: SavedModelMeta) -> str | None:
         return "it has a ResNet stem, whose weight standardisation and GroupNorm have other epsilons in timm"
     if config.rope != "none":
         return eva_objection(meta.model)
+    if config.distillation_token == "learned" and (config.mlp != "gelu" or config.class_token_position == "none"):
+        return "timm has a distillation token in DeiT alone, whose MLP has GELU and whose tokens all have positions"
     if config.position != "learned_1d" or config.position_at != "stem":
         return f"timm has no position embedding {config.position} at {config.position_at}"
     return None
+
+
+def from_deit(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Rename timm's second head of a distilled model to ours."""
+    return {re.sub(r"^head_dist\.", "head.dist.", name): each for name, each in state.items()}
 
 
 def timm_norm_layer(config: ModelConfig) -> str | None:
@@ -208,6 +216,8 @@ def timm_norm_layer(config: ModelConfig) -> str | None:
 
 
 def _in_timms_names(state: dict[str, Tensor], meta: SavedModelMeta) -> dict[str, Tensor]:
+    if meta.model.distillation_token == "learned":
+        return {re.sub(r"^head\.dist\.", "head_dist.", name): each for name, each in state.items()}
     if meta.model.rope == "none":
         return state
     if meta.model.position == "none":  # which timm's models with RoPE know
@@ -224,6 +234,9 @@ def _timm_json(meta: SavedModelMeta) -> dict[str, Any]:
     else:
         arguments = timm_arguments(config.with_learned_positions, image_size=meta.image_size)
         entry = _TIMM_ENTRY_POINT
+        if config.distillation_token == "learned":
+            entry = _TIMM_DISTILLED
+            del arguments["reg_tokens"]  # it has the token of its own
         if config.mlp != "gelu":
             entry, arguments["init_values"] = _TIMM_SWIGLU, config.layer_scale  # it has one of its own
     if norm_layer := timm_norm_layer(meta.model):

@@ -97,7 +97,7 @@ def _mlp_dim(shapes: Mapping[str, Shape]) -> int:
 
 def _prefix(shapes: Mapping[str, Shape]) -> int:
     """Tokens before the patches."""
-    return sum(_tokens(shapes, name) for name in ("cls_token", "reg_token"))
+    return sum(_tokens(shapes, name) for name in ("cls_token", "reg_token", "dist_token"))
 
 
 def _tokens(shapes: Mapping[str, Shape], name: str) -> int:
@@ -110,6 +110,7 @@ def _later(shapes: Mapping[str, Shape]) -> dict[str, Any]:
     gated = shapes["blocks.0.mlp.fc1.weight"][0] != _mlp_dim(shapes)
     found = {
         "registers": _tokens(shapes, "reg_token"),
+        "distillation_token": "learned" if "dist_token" in shapes else None,
         "class_token": "kept" if "cls_token" in shapes and _pool(shapes) != "cls" else None,
         "final_norm": "pooled" if "fc_norm.weight" in shapes else None,
         "qk_norm": "per_head" if "attn.q_norm.weight" in block else None,

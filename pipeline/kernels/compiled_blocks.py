@@ -23,7 +23,7 @@ from shardvit.pipeline.recipe.schema import Recipe
 from shardvit.pipeline.recipe.stages.train_stage import TrainStage
 
 _MOST_GRAPHS = 64  # torch's limit of 8 also counts graphs of frozen and other parts
-_BEFORE_BLOCKS = ("patch_embed.", "pos_embed", "cls_token", "reg_token", "mask_token", "position.")
+_BEFORE_BLOCKS = ("patch_embed.", "pos_embed", "cls_token", "reg_token", "dist_token", "mask_token", "position.")
 _WORKERS = 4  # compiler processes of a rank with a GPU; torch's default is one per core in every rank
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from shardvit.pipeline.recipe.optimizer import OptimizerConfig
 from shardvit.pipeline.recipe.vocabulary import OptimizerName
 
-_EMBEDDED = ("pos_embed", "position.", "cls_token", "reg_token", "mask_token", "decoder.mask_token")
+_EMBEDDED = ("pos_embed", "position.", "cls_token", "reg_token", "dist_token", "mask_token", "decoder.mask_token")
 """As in timm: no decay, layer 0."""
 _TOKENS = ("cls_token", "mask_token")
 _DIMENSIONS_QKV = 4  # of flax's kernels of q, k and v: which, heads, channels of a head, inputs

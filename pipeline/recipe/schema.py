@@ -295,6 +295,11 @@ class Recipe(Strict):
             )
         if stage.distillation and stage.distillation.kind == "feature" and self.model.kind == "resnet":
             yield f"{key}.distill.kind: feature needs a Transformer's tokens, which this model lacks: take soft"
+        if self.model.kind == "vit" and self.model.distillation_token == "learned":
+            if stage.head_kind != "linear":
+                yield f"{key}: model.distillation_token has a linear head of its own: set {key}.head: linear"
+            if stage.distillation and stage.distillation.kind == "feature":
+                yield f"{key}.distill.kind feature teaches tokens, not model.distillation_token: leave that out"
         if self.model.custom is not None:
             if masked:
                 yield f"{key}: an own model has no patch embeddings that we could corrupt: take stages.pretrain"

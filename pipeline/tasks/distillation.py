@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shardvit.data_shards.loading.batch import Batch
+from shardvit.model.vit import DistilledVit
 from shardvit.pipeline.stage.pixels import model_input
 from shardvit.pipeline.stage.pixels import targets as labels_of
 from shardvit.pipeline.stage.task import Classification, Example, Use
@@ -95,6 +96,8 @@ def divergence(student: Tensor, teacher: Tensor, *, temperature: float) -> Tenso
 
 def prepare_student(model: nn.Module, teacher: Teacher, *, seed: int) -> None:
     """Make the student return what learns from the teacher, too, if that is not its logits."""
-    if teacher.config.kind == "feature":
+    if isinstance(model, DistilledVit):
+        model.teaches_both = True
+    elif teacher.config.kind == "feature":
         assert isinstance(model, VisionTransformer)
         make_feature_student(model, teacher, seed=seed)

@@ -24,6 +24,7 @@ _PARTS: dict[str, Callable[[str], bool]] = {
     "positions": lambda name: name.startswith(("pos_embed", "position.")) or name.endswith((".relative", ".freqs")),
     "class_token": lambda name: name == "cls_token",
     "registers": lambda name: name == "reg_token",
+    "distillation_token": lambda name: name == "dist_token",
 }
 
 

@@ -15,6 +15,7 @@ from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.loading.batch import Batch
 from shardvit.data_shards.loading.mixing import Mix
 from shardvit.data_shards.vocabulary import GOOGLES, Normalisation
+from shardvit.model.config import ModelConfig
 from shardvit.model.loss import loss_function
 from shardvit.model.saved.model_folder import save_model
 from shardvit.pipeline.recipe.schema import Recipe
@@ -236,3 +237,23 @@ def test_keys_that_nothing_would_read_are_refused(distill: dict[str, Any], keys:
             **distill,
             keys=keys,
         )
+
+
+def test_a_distillation_token_learns_from_the_teacher_and_the_class_token_from_labels(tmp_path: Path):
+    given = ModelConfig(width=48, depth=2, heads=4, patch_size=4, distillation_token="learned")
+    teacher, model = loaded(saved(tmp_path / "teacher"), kind="hard", share=0.5), random_model(described(given))
+    prepare_student(model, teacher, seed=0)
+    task, batch = task_of(teacher), batch_of(6)
+    example = task.example(batch, use="train")
+    pair = model.train()(*example.inputs)
+    loss = task.loss(pair, example.targets)
+    expected = [F.cross_entropy(pair[0], batch.labels), F.cross_entropy(pair[1], example.targets.teacher.argmax(1))]
+    torch.testing.assert_close(loss, sum(expected) / 2)
+    torch.testing.assert_close(model.eval()(*example.inputs), (pair[0] + pair[1]) / 2, rtol=1e-4, atol=1e-5)
+
+
+def test_the_token_is_of_models_with_a_linear_head_and_not_for_features():
+    model = {"width": 16, "depth": 1, "heads": 2, "patch_size": 4, "distillation_token": "learned"}
+    for keys, words in (({}, "head"), ({"head": "linear", "distill": {"teacher": "t", "kind": "feature"}}, "feature")):
+        with pytest.raises(ValueError, match=words):
+            Recipe.model_validate(small_recipe(model=model, pretrain_=small_stage(**keys)))
