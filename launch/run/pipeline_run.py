@@ -6,13 +6,13 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from shardvit.data_shards.errors import UserError
-from shardvit.data_shards.shards.location import CommandRefused, Commands
+from shardvit.data_shards.shards.location import CommandRefused, Commands, redacted
 from shardvit.launch.hosts.hostfile import Fleet
 from shardvit.launch.local.env import SUPERVISOR_PID, num_gpus, tracking_uri
 from shardvit.launch.local.nursery import Nursery
@@ -26,6 +26,7 @@ from shardvit.pipeline.checkpoint.identity import check_newest, checkpoint_ident
 from shardvit.pipeline.checkpoint.mend_record import mend_records
 from shardvit.pipeline.own_code.by_path import own_digests
 from shardvit.pipeline.recipe.schema import Recipe
+from shardvit.pipeline.recipe.stages.teaching import DistillConfig
 from shardvit.pipeline.recipe.stages.train_stage import TrainStage
 from shardvit.pipeline.recipe.vocabulary import EXIT_STOPPED, EXIT_USER_ERROR, StageName
 from shardvit.pipeline.report.best import describe_results
@@ -271,9 +272,7 @@ class PipelineRun:
             except CommandRefused as error:
                 notes.append(f"stages.{stage}: its images and their number were not checked: {error}")
             if is_open and config.distillation is not None:
-                from shardvit.pipeline.using.teacher import check_teacher  # imports torch
-
-                check_teacher(self.recipe, stage=stage, classes=data and data.train.classes)
+                notes += self._check_teacher(stage, config.distillation, classes=data and data.train.classes)
             if data is not None:
                 images = data.train.num_samples
                 plan = plan_stage(self.recipe, stage=stage, samples_per_epoch=images, world_size=self.processes)
@@ -288,6 +287,18 @@ class PipelineRun:
                 if data is not None and has_record(self.folder, stage=stage):
                     check_data(self.folder, stage=stage, data=data)
         return notes
+
+    def _check_teacher(
+        self, stage: StageName, distill: DistillConfig, *, classes: Sequence[str] | None
+    ) -> Iterator[str]:
+        """UserError if it does not fit; yields why it was not looked at, which is for a dry run without data alone."""
+        from shardvit.pipeline.using.hub import is_elsewhere
+        from shardvit.pipeline.using.teacher import check_teacher  # imports torch
+
+        if self._unopened(stage) and is_elsewhere(distill.teacher):
+            yield f"stages.{stage}.distill.teacher: {redacted(distill.teacher)} was not checked"
+        else:
+            check_teacher(self.recipe, stage=stage, classes=classes)
 
     def _unopened(self, stage: StageName) -> tuple[str, ...]:
         """Describe the stage's shards that a dry run does not open."""

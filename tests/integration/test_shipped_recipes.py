@@ -22,13 +22,15 @@ from PIL import Image
 
 from shardvit.data_shards.packing.pack import pack
 from shardvit.data_shards.packing.sources.label_list import LabelList
-from shardvit.model.saved.model_folder import load_model
+from shardvit.model.config import ModelConfig
+from shardvit.model.saved.model_folder import SavedModelMeta, build_described, load_model, save_model
 from shardvit.pipeline.recipe.io import dump_recipe, flatten, load_recipe
 from shardvit.pipeline.recipe.schema import Recipe
 from shardvit.pipeline.recipe.sources import finetune_sets, shipped_recipes
 from shardvit.pipeline.recipe.stages.train_stage import TrainStage
 from shardvit.pipeline.runs.logs import read_metrics
 from tests.conftest import ROOT
+from tests.model.comparing import randomise
 
 STEPS, SIDE = 3, 40
 VIT_BATCH, RESNET_BATCH = 4, 2  # convolutions in bf16 take their time on a processor
@@ -101,6 +103,8 @@ def reduced(recipe: Recipe, *, name: str, shards: Path) -> Recipe:
             schedule = keys.setdefault("schedule", {})
             schedule |= {key: "1 steps" for key in ("warmup", "timescale", "cooldown") if key in schedule}
             keys.pop("unmasked_finish", None)
+            if "distill" in keys:
+                keys["distill"] |= {"teacher": str(shards / "teacher")}
     return Recipe.model_validate(tree | changes)
 
 
@@ -121,6 +125,10 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pack(
         str(top / "images"), top / "many", labels=LabelList(top / "labels.jsonl"), holdout=0.2, report=lambda line: None
     )
+    names = tuple(f"class{number}" for number in range(4))
+    config = ModelConfig(width=16, depth=1, heads=2, patch_size=16)
+    meta = SavedModelMeta(model=config, image_size=32, num_classes=4, class_names=names, head="linear")
+    save_model(top / "teacher", randomise(build_described(meta)).state_dict(), meta=meta)
     return top
 
 

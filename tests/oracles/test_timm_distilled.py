@@ -15,7 +15,13 @@ from shardvit.model.formats.detect import import_file, read_external
 from shardvit.model.init import initialise
 from shardvit.model.layers.head import HeadPair, replace_head
 from shardvit.model.positions.interpolation import resize_state
-from shardvit.model.saved.model_folder import SavedModelMeta, build_described, build_from_saved, save_model, timm_objection
+from shardvit.model.saved.model_folder import (
+    SavedModelMeta,
+    build_described,
+    build_from_saved,
+    save_model,
+    timm_objection,
+)
 from shardvit.model.vit import DistilledVit, build_model
 from tests.model.comparing import randomise
 from tests.oracles.conftest import Measured

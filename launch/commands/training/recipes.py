@@ -25,6 +25,7 @@ _FAMILIES = {  # folders, in the order of the page
     "scaling": "Scaling Vision Transformers (arXiv 2106.04560)",
     "deit": "DeiT (arXiv 2012.12877)",
     "deit3": "DeiT III: Revenge of the ViT (arXiv 2204.07118)",
+    "distill": "A good teacher is patient and consistent (arXiv 2106.05237)",
     "timm": "timm: ResNet strikes back (arXiv 2110.00476)",
     "mae": "Masked autoencoders (MAE, arXiv 2111.06377)",
     "recipes": "Small runs, to see everything at work on a laptop",

@@ -104,7 +104,6 @@ def test_a_folder_that_transformers_wrote_round_timm(tmp_path: Path) -> None:
         ("vit_base_patch16_224", {"fc_norm": True}, "norm after global_pool 'token'"),
         ("vit_base_patch16_224", {"global_pool": "map", "pool_include_prefix": True}, "tokens in its pooling"),
         ("vit_base_patch16_224", {"img_size": (8, 72)}, "not square"),
-        ("deit_base_distilled_patch16_224", {}, "distillation"),
     ],
 )
 def test_other_models_are_refused_in_words(
@@ -174,7 +173,7 @@ def test_a_bare_state_dict_needs_its_heads(tmp_path: Path) -> None:
     assert any("gelu is tanh as given, not the erf" in note for note in foreign.notes)
 
 
-@pytest.mark.parametrize("part", ["norm_pre.weight", "blocks.0.attn.gate.weight", "dist_token"])
+@pytest.mark.parametrize("part", ["norm_pre.weight", "blocks.0.attn.gate.weight"])
 def test_a_bare_state_dict_with_foreign_parts_is_refused(tmp_path: Path, part: str) -> None:
     torch.save(_timm_model().state_dict() | {part: torch.zeros(1)}, tmp_path / "bare.pth")
     with pytest.raises(ValueError, match=f"see {part}: we build no such model"):
