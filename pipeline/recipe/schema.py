@@ -296,7 +296,9 @@ class Recipe(Strict):
         if stage.distillation and stage.distillation.kind == "feature" and self.model.kind == "resnet":
             yield f"{key}.distill.kind: feature needs a Transformer's tokens, which this model lacks: take soft"
         if self.model.kind == "vit" and self.model.distillation_token == "learned":
-            if stage.head_kind != "linear":
+            if isinstance(stage, SelfSupervisedStage):
+                yield f"{key}: model.distillation_token learns from a teacher of classes: leave it out"
+            elif stage.head_kind != "linear":
                 yield f"{key}: model.distillation_token has a linear head of its own: set {key}.head: linear"
             if stage.distillation and stage.distillation.kind == "feature":
                 yield f"{key}.distill.kind feature teaches tokens, not model.distillation_token: leave that out"

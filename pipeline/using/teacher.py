@@ -142,7 +142,7 @@ def load_teacher(recipe: Recipe, *, stage: StageName, classes: Sequence[str] | N
 def _facts(meta: SavedModelMeta, *, origin: str) -> TeacherFacts:
     parameters = flops = 0
     if meta.model.custom is None:
-        head = "linear" if meta.head == "masked_patch" else meta.head
+        head = meta.head if meta.head in ("mlp", "linear") else "linear"
         cost = account(meta.model, image_size=meta.image_size, num_classes=meta.num_classes, head=head)
         parameters, flops = cost.parameters, cost.forward_flops
     normalisation = Normalisation(mean=meta.mean, std=meta.std)
@@ -161,6 +161,10 @@ def _check(
     assert config.distillation is not None
     if meta is not None and meta.model.custom is not None:
         raise UserError(f"{key}: {origin} is a model of own code, which a teacher may not be: export its weights")
+    if meta is not None and meta.head == "masked_autoencoder":
+        raise UserError(
+            f"{key}: {origin} is a masked autoencoder: take its encoder, the model of a swap_head stage after it"
+        )
     if config.distillation.kind == "feature":
         if meta is None or meta.model.kind != "vit":
             raise UserError(f"{key}: {origin} is no Vision Transformer, and kind feature needs its tokens: take soft")

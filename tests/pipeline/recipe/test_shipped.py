@@ -227,7 +227,6 @@ def test_masked_patch_prediction_is_appendix_b12():
     assert stage.optimizer.clip_grad_norm == 0
 
 
-<<<<<<< HEAD
 # MAE, Tables 3, 8 and 9; FINETUNE.md: epochs before and after, rate and layer decay of fine-tuning, stochastic depth.
 MAE = {
     "mae_b16": (1600, 100, 2e-3, 0.65, 0.1),
@@ -258,7 +257,8 @@ def test_masked_autoencoders_are_the_papers(name: str):
     model = recipe.model
     assert (model.pool, model.class_token, model.final_norm) == ("gap", "kept", "pooled")
     assert (model.gelu, model.interpolation) == ("erf", "timm")
-=======
+
+
 def test_distilled_recipes_have_the_published_teachers_and_losses():
     for name, variant in (("deit_s16_distilled_in1k", "S/16"), ("deit_b16_distilled_in1k", "B/16")):
         recipe, plain = load_recipe(name), load_recipe(name.replace("_distilled", ""))
@@ -275,4 +275,3 @@ def test_distilled_recipes_have_the_published_teachers_and_losses():
     assert (optimizer.lr, optimizer.weight_decay, optimizer.weight_decay_unit) == (0.03, 0.0003, "schedule")
     assert (optimizer.first_moment, optimizer.clip_grad_norm) == ("bf16", 1.0)
     assert (stage.schedule.decay, stage.schedule.warmup, stage.augment.mixup_alpha) == ("cosine", "5000 steps", 1.0)
->>>>>>> 24214c73 (Distilled recipes: DeiT with its token, patient and consistent, digits)
