@@ -161,6 +161,9 @@ def _check(
     assert config.distillation is not None
     if meta is not None and meta.model.custom is not None:
         raise UserError(f"{key}: {origin} is a model of own code, which a teacher may not be: export its weights")
+    theirs, ours = len(facts.normalisation.mean), recipe.model.channels
+    if theirs != ours:
+        raise UserError(f"{key}: {origin} sees {theirs} channels, and the model {ours}: give a teacher of as many")
     if meta is not None and meta.head == "masked_autoencoder":
         raise UserError(
             f"{key}: {origin} is a masked autoencoder: take its encoder, the model of a swap_head stage after it"
