@@ -217,7 +217,7 @@ TINY = partial(
 
 
 def compare(measured: Measured, case: Case, ours: np.ndarray, theirs: np.ndarray, *, size: str, oracle: str) -> None:
-    assert size != "tiny" or theirs[-20:].mean() < 0.95 * theirs[:5].mean(), "it does not learn"
+    assert theirs[-20:].mean() < 0.95 * theirs[:5].mean(), "it does not learn"
     semantic = f"{STEPS} steps: {case.name}, {size}"
     measured(semantic, oracle, "losses of all steps", ours / theirs, np.ones(STEPS), below=BELOW)
 
@@ -238,24 +238,3 @@ def test_deit_3(digits: Path, run_preloaded: Run, measured: Measured) -> None:
     semantic, what = f"{STEPS} steps: DeiT III, tiny", "losses of all steps"
     measured(semantic, "timm, q, k and v as one", what, ours / plain, np.ones(STEPS), below=1e-3)
     assert np.abs(ours / plain - 1).max() > 5 * np.abs(ours / theirs - 1).max(), "rounding hides the difference"
-
-
-# Widths and depth of the real model; 49 tokens of two images.
-SMALL = partial(
-    recipe_of,
-    sizes={"width": 384, "depth": 12, "heads": 6, "patch_size": 16},
-    image_size=112,
-    batch=2,
-    processes=1,
-    repeats=1,
-)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("case", [DEIT, DEIT_3], ids=lambda case: case.name)
-def test_of_size_s(case: Case, digits: Path, run_preloaded: Run, measured: Measured) -> None:
-    recipe = SMALL(case, digits)
-    ours = our_losses(recipe, folder=digits, run=run_preloaded)
-    theirs = timms_losses(case, recipe, prepare=set_apart if case is DEIT_3 else lambda model: None)
-    compare(measured, case, ours, theirs, size="S/16", oracle="timm")
