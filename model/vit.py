@@ -127,7 +127,7 @@ class DistilledVit(Vit):
     teaches_both: bool
 
     @property
-    def reg_token(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def reg_token(self) -> Tensor:
         return self.dist_token  # as a register, it comes behind the class token and may have a position
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Any:

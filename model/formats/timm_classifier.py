@@ -6,7 +6,6 @@ so no further file is read and nothing of the folder is run. Costs the weights t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -85,7 +84,7 @@ def read_other_timm(folder: Path) -> TimmClassifier:
         model = build()
     model.load_state_dict(state)
     own = content.get("pretrained_cfg")
-    data = resolve_data_config(pretrained_cfg=dict(model.pretrained_cfg) | (own if isinstance(own, Mapping) else {}))
+    data = resolve_data_config(pretrained_cfg=dict(model.pretrained_cfg) | (own if isinstance(own, dict) else {}))
     channels, height, width = data["input_size"]
     if channels != 3 or height != width:
         raise ValueError(f"{folder} takes inputs of {data['input_size']}: only square RGB images can be given")
