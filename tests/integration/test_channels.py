@@ -106,7 +106,7 @@ def test_channels_go_all_the_way(
     image = tmp_path / "images/val/k1" / ("00.npy" if kind == "npy" else "00.png")
     capsys.readouterr()
     assert command("predict", run, image, "--json") == 0
-    shown = json.loads(capsys.readouterr().out.splitlines()[0])
+    [shown] = json.loads(capsys.readouterr().out)
     pixels = np.load(image) if kind == "npy" else np.asarray(Image.open(image))[..., None].astype(np.float32) / 65535
     square = torch.nn.functional.interpolate(
         torch.from_numpy(pixels.copy()).permute(2, 0, 1)[None], (24, 24), mode="bilinear", antialias=True
@@ -126,8 +126,9 @@ def test_channels_go_all_the_way(
     ):
         out = tmp_path / f"{form}{ending}"
         assert command("export", run, "--format", form, "--output", out) == 0
+        capsys.readouterr()
         assert command("predict", out, image, "--json") == 0
-        again = json.loads(capsys.readouterr().out.splitlines()[-1])
+        [again] = json.loads(capsys.readouterr().out)
         for each in again["predictions"]:
             assert each["probability"] == pytest.approx(expected[each["index"]].item(), abs=1e-4), form
     theirs = timm.create_model(f"local-dir:{tmp_path / 'timm'}", pretrained=True).eval()
