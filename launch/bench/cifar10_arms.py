@@ -28,7 +28,7 @@ Tree = dict[str, Any]
 _BATCH = 128
 _TEACHER = "teacher"
 _STRONG = {
-    "rand_augment": {"num_ops": 2, "magnitude": 9, "magnitude_std": 0.5, "increasing": True},
+    "auto_augment": "rand-m9-mstd0.5-inc1",
     "random_erasing": {"probability": 0.25},
     "mixup_alpha": 0.8,
     "cutmix_alpha": 1.0,
