@@ -74,7 +74,7 @@ def main() -> None:
     """Train all and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("shards", type=Path)
-    parser.add_argument("--images", type=int, default=60_000, help="of each run (%(default)s)")
+    parser.add_argument("--images", type=int, default=40_000, help="of each run (%(default)s)")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--arms", default=",".join(ARMS), help="some of them (%(default)s)")
     parser.add_argument("--out", type=Path, default=Path("cifar10_arms"), help="folder of runs, gone on with")
@@ -113,7 +113,7 @@ def recipe(
         finetune["distill"] = finetune["distill"] | {"teacher": str(out / _TEACHER / "finetune" / "model")}
     stages: Tree = {"finetune": finetune}
     if masked_images:
-        pretrain = shared | {"duration": f"{masked_images} images"}
+        pretrain = shared | {"duration": f"{masked_images} images", "decoder": {"width": 64, "depth": 2, "heads": 2}}
         stages = {"masked_autoencoder": pretrain, "swap_head": {}, **stages}
     model: Tree = {"width": 96, "depth": 4, "heads": 3, "patch_size": 4, "pool": "gap", "position": "sincos_2d"}
     if small_teacher:  # the convolutional root and Muon of recipe cifar10
