@@ -83,7 +83,9 @@ def main() -> None:
     arms, seeds = options.arms.split(","), range(options.seeds)
     shared = {"shards": options.shards.resolve(), "images": options.images, "out": options.out.resolve()}
     teacher = top1(recipe(Arm("", {}), name=_TEACHER, seed=100, small_teacher=True, **shared), out=shared["out"])
-    trees = {(arm, seed): recipe(ARMS[arm], name=f"{arm}-{seed}", seed=seed, **shared) for arm in arms for seed in seeds}
+    trees = {
+        (arm, seed): recipe(ARMS[arm], name=f"{arm}-{seed}", seed=seed, **shared) for arm in arms for seed in seeds
+    }
     with ThreadPoolExecutor(2) as pool:
         found = dict(zip(trees, pool.map(lambda tree: top1(tree, out=shared["out"]), trees.values()), strict=True))
     scores = {arm: score([found[arm, seed] for seed in seeds]) for arm in arms}
@@ -159,7 +161,8 @@ def report(scores: Mapping[str, Score], *, images: int, teacher: float) -> list[
     return [
         setting("torch", "timm"),
         f"CIFAR-10, width 96, depth 4, patches of 4 pixels at 24 px, {images:,} training images a run; top-1 on the",
-        f"10,000 test images, mean and standard error; teacher (convolutional root, Muon, as many images): {teacher:.4f}",
+        "10,000 test images, mean and standard error",
+        f"teacher, with a convolutional root and Muon, at as many images: {teacher:.4f}",
         "",
         f"{'arm':<10} {'top-1':>7} {'error':>7} {'seeds':>6}  what",
         *(
