@@ -119,7 +119,7 @@ def account_autoencoder(
         + linear(tokens, sizes.width, decoder.width)
         + learned(decoder.width)
         + norm(hidden, decoder.width, kind="layer")
-        + linear(hidden, decoder.width, 3 * sizes.patch_size**2)
+        + linear(hidden, decoder.width, config.channels * sizes.patch_size**2)
     )
     chain = chain.then(_block(config, tokens=tokens), input_elements=tokens * sizes.width, times=sizes.depth)
     chain = chain.then(_block(own, tokens=every), input_elements=every * decoder.width, times=decoder.depth)

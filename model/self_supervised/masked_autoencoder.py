@@ -41,7 +41,7 @@ class Decoder(nn.Module):
         act_layer = get_act_layer(TIMM_GELU[config.gelu])
         self.blocks = nn.Sequential(*(block(act_layer=act_layer) for _ in range(sizes.depth)))
         self.norm = norm(sizes.width)
-        self.predict = nn.Linear(sizes.width, 3 * config.sizes.patch_size**2)
+        self.predict = nn.Linear(sizes.width, config.channels * config.sizes.patch_size**2)
         self.register_buffer("positions", sincos_2d(grid_size, sizes.width, law="mae"), persistent=False)
 
     def forward(self, encoded: Tensor, kept: Tensor, hidden: Tensor) -> Tensor:
@@ -60,7 +60,7 @@ class MaskedAutoencoderVit(PositionedVit):
     decoder: Decoder
 
     def forward(self, images: Tensor, kept: Tensor | None = None, hidden: Tensor | None = None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Images [n, 3, S, S] -> pixels [n, M, 3 * patch_size^2] of the patches `hidden` [n, M], from `kept` [n, K]
+        """Images [n, C, S, S] -> pixels [n, M, C * patch_size^2] of the patches `hidden` [n, M], from `kept` [n, K]
         alone (int64, no patch twice); without them features [n, D] of whole images."""
         tokens = self._pos_embed(self.patch_embed(images))
         if kept is None or hidden is None:
@@ -121,9 +121,9 @@ def classifier_of(
 
 
 def patches_of(images: Tensor, *, patch_size: int) -> Tensor:
-    """Images [n, 3, S, S] -> pixels of each patch, [n, N, 3 * patch_size^2], row by row, channels last."""
+    """Images [n, C, S, S] -> pixels of each patch, [n, N, C * patch_size^2], row by row, channels last."""
     grid = images.shape[-1] // patch_size
-    patches = images.unflatten(3, (grid, patch_size)).unflatten(2, (grid, patch_size))  # [n, 3, grid, p, grid, p]
+    patches = images.unflatten(3, (grid, patch_size)).unflatten(2, (grid, patch_size))  # [n, C, grid, p, grid, p]
     return patches.permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2)
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from shardvit.data_shards.images.channels import as_colours, usual_range
 from shardvit.data_shards.text import counted
 from shardvit.data_shards.vocabulary import Normalisation
 from shardvit.pipeline.pictures.grid import Cell, image_grid
@@ -82,13 +83,13 @@ def reconstruct(request: DrawRequest, config: MaskedAutoencoderStage) -> Reconst
     if config.target == "normalised":
         variance, mean = torch.var_mean(true, dim=-1, keepdim=True)
         predicted = predicted * (variance + 1e-6).sqrt() + mean
-    pixels = predicted.unflatten(-1, (side, side, 3)) * torch.tensor(meta.std) + torch.tensor(meta.mean)
-    return Reconstructed(
-        images=batch.images.numpy(),
-        hidden=hidden.numpy(),
-        predicted=(255 * pixels).round().clamp(0, 255).to(torch.uint8).numpy(),
-        losses=losses.numpy(),
-    )
+    pixels = predicted.unflatten(-1, (side, side, -1)) * torch.tensor(meta.std) + torch.tensor(meta.mean)
+    if batch.images.dtype == torch.uint8:
+        images, pixels = batch.images.numpy(), (255 * pixels).round().clamp(0, 255).to(torch.uint8).numpy()
+    else:
+        mean, std = usual_range([*batch.images.numpy()])
+        images, pixels = (as_colours(each.numpy(), mean=mean, std=std) for each in (batch.images, pixels))
+    return Reconstructed(images=images, hidden=hidden.numpy(), predicted=pixels, losses=losses.numpy())
 
 
 def _cells(found: Reconstructed, row: int) -> list[Cell]:

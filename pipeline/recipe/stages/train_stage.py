@@ -235,8 +235,11 @@ class TrainStage(Strict):
         """What knows colours alone, for images that are read as `channels` channels."""
         for name in self.augment.of_colours:
             yield f"{key}.augment.{name} is for colours of 8 bits, not for images of {channels} channels: leave it out"
-        if self.head_kind in ("masked_patch", "masked_autoencoder"):
-            yield f"{key} predicts three colours of 8 bits, not {channels} channels: take stages.pretrain"
+        if self.head_kind == "masked_patch":
+            yield (
+                f"{key} predicts three colours of 8 bits, not {channels} channels: take stages.masked_autoencoder, or "
+                "stages.pretrain"
+            )
 
     def problems(self) -> Iterator[str]:
         if self.eval_protocol in ("vit", "vit_exact"):

@@ -45,6 +45,7 @@ def test_masked_patch_prediction_costs_what_torch_counts(pool: Any):
         {"pool": "gap"},
         {"pool": "gap", "class_token": "kept", "final_norm": "pooled"},
         {"registers": 2, "qk_norm": "per_head", "mlp": "swiglu", "norm": "rms"},
+        {"channels": 5},
     ],
 )
 def test_a_masked_autoencoder_costs_what_torch_counts(more: dict[str, Any]):
@@ -55,7 +56,7 @@ def test_a_masked_autoencoder_costs_what_torch_counts(more: dict[str, Any]):
     )
     with torch.device("meta"):
         model = build_masked_autoencoder(config, image_size=size, decoder=stage.decoder).train()
-        images, order = torch.empty(1, 3, size, size), torch.zeros(1, 64, dtype=torch.int64)
+        images, order = torch.empty(1, config.channels, size, size), torch.zeros(1, 64, dtype=torch.int64)
         kept, hidden = order.tensor_split([25], dim=1)
         with FlopCounterMode(display=False) as counter:
             model(images, kept, hidden).sum().backward()
