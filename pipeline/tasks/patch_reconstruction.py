@@ -35,7 +35,7 @@ class PatchReconstruction:
     train_metric = "train/loss"
 
     def example(self, batch: Batch, *, use: Use) -> Example:
-        """Make images, kept and hidden patches, and pixels [n, M, channels * patch_size^2] of the hidden ones, in float32."""
+        """Make images, kept and hidden patches, and pixels [n, M, C * patch_size^2] of the hidden ones, in float32."""
         engine = self.engine
         images = normalised(flipped(batch, device=engine.device), self.normalisation)
         patches = patches_of(images, patch_size=self.patch_size)
