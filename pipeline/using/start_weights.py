@@ -78,7 +78,7 @@ def load_weights(
     notes = _notes(found, into=into, why=why, image_size=config.image_size)
     if (theirs_of := meta.model.channels) != (ours := recipe.model.channels):
         notes += (f"init fitted the first convolution from {theirs_of} channels to {ours}",)
-    return StageStart(state_digest(found.state), normalisation, notes)
+    return StageStart(state_digest(found.state), normalisation, notes=notes)
 
 
 def _record(source: str, *, stage: StageName) -> SavedModelMeta | None:

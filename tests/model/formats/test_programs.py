@@ -178,7 +178,7 @@ def test_mistakes_are_one_sentence(tmp_path: Path, small: Small, monkeypatch: py
         key="shardvit", value=json.dumps({**json.loads(meta.model_dump_json()), "head": "tail"})
     )
     onnx.save(stranger, path)
-    with pytest.raises(ValueError, match=r"model\.onnx: its record of shardvit is broken \(head: Input should be"):
+    with pytest.raises(ValueError, match=r"model\.onnx: its record of shardvit is broken \(head.*: Input should be"):
         open_onnx(path)
     monkeypatch.setattr(programs, "find_spec", lambda name: None)
     for call in (lambda: write_onnx(path, model, meta=meta), lambda: open_onnx(path)):
