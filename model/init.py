@@ -151,7 +151,7 @@ _VALUES: tuple[tuple[str, Fill, dict[InitStyle, Fill]], ...] = (
     (r"reg_token", _normal(1e-6), {}),  # timm's and DINOv2's; equal ones would stay equal
     (r"patch_embed\.proj\.weight", _lecun_normal, {"timm": _torch_default, "mae": _xavier_flat}),
     (r"patch_embed\.proj\.bias", _zero, {"timm": _torch_default, "mae": _torch_default}),
-    (rf"{_BLOCK}\.attn\.qkv\.weight", _xavier(3), _TIMM_LINEAR | {"mae": _xavier()}),
+    (rf"{_BLOCK}\.attn\.qkv\.weight", _xavier(3), {**_TIMM_LINEAR, "mae": _xavier()}),
     (r"blocks\.\d+\.attn\.freqs", _turned_frequencies, {}),
     (r"decoder\.(embed|predict)\.weight", _xavier(), _TIMM_LINEAR),
     (r"decoder\.(embed|predict)\.bias", _zero, {}),

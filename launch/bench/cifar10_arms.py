@@ -108,7 +108,7 @@ def recipe(
         "eval_every": "0 steps",
         "save_every": "50%",
     }
-    finetune = shared | {"start": "swap_head" if masked_images else "scratch"}
+    finetune: Tree = shared | {"start": "swap_head" if masked_images else "scratch"}
     finetune |= {"duration": f"{images - masked_images} images"} | arm.finetune
     finetune["augment"] = shared["augment"] | arm.finetune.get("augment", {})
     if "distill" in finetune:

@@ -34,7 +34,7 @@ class Decoder(nn.Module):
 
     def __init__(self, config: ModelConfig, sizes: DecoderConfig, *, grid_size: int) -> None:
         super().__init__()
-        norm = partial(nn.LayerNorm, eps=config.layer_norm_eps)
+        norm: Any = partial(nn.LayerNorm, eps=config.layer_norm_eps)
         self.embed = nn.Linear(config.sizes.width, sizes.width)
         self.mask_token = nn.Parameter(torch.zeros(1, 1, sizes.width))
         block: Any = partial(Block, sizes.width, sizes.heads, qkv_bias=True, norm_layer=norm)

@@ -102,7 +102,8 @@ def check_same_model(recipe: Recipe, meta: SavedModelMeta, *, key: str, source: 
     if recipe.model.custom is None and meta.model.custom is None:
         if objection := channels_objection(meta.model, channels=recipe.model.channels):
             raise UserError(f"{key}: {source}: {objection}")
-        theirs.pop("channels", None), ours.pop("channels", None)
+        for each in (theirs, ours):
+            each.pop("channels", None)
     different = [key for key in theirs | ours if theirs.get(key) != ours.get(key)]
     if different and (theirs.get("custom") or ours.get("custom")):
         raise UserError(

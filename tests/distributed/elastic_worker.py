@@ -206,7 +206,7 @@ def full_state(engine, *, stage: int, moments: tuple[str, ...] | None) -> dict[s
     if stage in (1, 2):
         engine._engine.optimizer._hp_optimizer_states_linked = False
         engine._engine.optimizer._lazy_init_hp_params_optimizer_state()
-    kept = dict.fromkeys(parameters, moments)
+    kept = dict.fromkeys(parameters, moments or ())
     if moments is None:  # of its bucket
         for group, bucket in zip(inner.param_groups, inner._buckets, strict=True):
             kept |= {name: tuple(own(inner.state[group["params"][0]])) for name, _ in bucket}
