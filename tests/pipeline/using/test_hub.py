@@ -40,13 +40,14 @@ SUPPORTED = {
     "vit_medium_patch16_gap_240.sw_in12k": 48,
     "vit_small_patch14_dinov2.lvd142m": 42,
     "vit_base_patch8_224.dino": 24,
+    "vit_medium_patch16_reg4_gap_256.sbb_in12k_ft_in1k": 48,
+    "deit_tiny_distilled_patch16_224.fb_in1k": 48,
+    "vit_small_patch16_dinov3.lvd1689m": 48,
 }
 REFUSED = {
     "vit_large_patch14_clip_224.openai": (42, "pre_norm"),
     "vit_base_patch16_clip_quickgelu_224.openai": (48, "pre_norm"),
-    "vit_medium_patch16_reg4_gap_256.sbb_in12k_ft_in1k": (48, "register tokens"),
-    "deit_tiny_distilled_patch16_224.fb_in1k": (48, "distillation token"),
-    "vit_relpos_small_patch16_224.sw_in1k": (48, "fc_norm"),
+    "vit_relpos_small_patch16_224.sw_in1k": (48, "VisionTransformerRelPos"),
     "vit_srelpos_small_patch16_224.sw_in1k": (48, "VisionTransformerRelPos"),
     "vit_tiny_r_s16_p8_224.augreg_in21k": (32, "HybridEmbed"),
 }
