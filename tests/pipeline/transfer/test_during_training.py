@@ -14,6 +14,7 @@ from shardvit.data_shards.images.transforms import EvalTransform
 from shardvit.data_shards.loading.assemble import Access
 from shardvit.data_shards.reading.shard_reader import ShardReader
 from shardvit.data_shards.shards.shard_set import ShardSet
+from shardvit.data_shards.vocabulary import GOOGLES
 from shardvit.pipeline.recipe.data import FewShotConfig
 from shardvit.pipeline.stage.data_workers import DataWorkers
 from shardvit.pipeline.transfer.during_training import FewShotContext, FewShotMeasures
@@ -104,6 +105,7 @@ class Rank:
             workers=DataWorkers(0, "thread"),
             access=access,
             transform=EvalTransform(SIZE),
+            normalisation=GOOGLES,
             progress=self.progress.append,
             say=self.said.append,
         )
