@@ -162,7 +162,8 @@ class ExternalModel:
 
     def with_every_channel(self) -> ExternalModel:
         """Give each channel a mean and a deviation; files of other projects tell those of three colours."""
-        if len(self.mean) == len(self.std) == (channels := self.config.channels):
+        channels = self.config.channels
+        if channels == COLOUR_CHANNELS or len(self.mean) == len(self.std) == channels:
             return self
         mean, std = ((values[0] if len({*values}) == 1 else 0.5,) * channels for values in (self.mean, self.std))
         note = f"the file tells no mean and deviation of its {channels} channels: taken as {mean[0]:g} and {std[0]:g}"

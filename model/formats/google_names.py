@@ -207,6 +207,7 @@ def infer_model(shapes: Mapping[str, Shape], *, layout: NpzLayout, hints: UserHi
     ours = {
         "patch_embed.proj.weight": (width, channels, height, side),
         "blocks.0.mlp.fc1.weight": (mlp[-1], width),
+        "blocks.0.norm1.bias": (width,),  # no RMSNorm
         f"blocks.{depth - 1}.norm1.weight": (width,),
         "norm.weight": (width,),
     } | _stem(shapes)
