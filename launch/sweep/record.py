@@ -1,7 +1,8 @@
 """Judge a sweep's points from their run folders, choose one, write and read sweep.json, format its tables.
 
 The best point has the highest held-out score in the swept stage's last evaluation (top-1; for masked patches accuracy),
-then the lower held-out loss, then comes first. Points that failed or have a non-finite score or loss are never chosen.
+then the lower held-out loss, then comes first; masked autoencoders have the loss alone. Points that failed or have a
+non-finite score or loss are never chosen.
 """
 
 import json
@@ -22,12 +23,13 @@ from shardvit.launch.local.output import say
 from shardvit.launch.sweep.grid import standard_error, value_beyond
 from shardvit.launch.sweep.points import FINAL, Point, Sweep
 from shardvit.pipeline.recipe.schema import Recipe
+from shardvit.pipeline.recipe.stages.pretraining import MaskedAutoencoderStage
 from shardvit.pipeline.recipe.vocabulary import SWEEP_FILE, StageName
 from shardvit.pipeline.runs.read import read_run
 from shardvit.pipeline.runs.run_folder import RunFolder
 from shardvit.pipeline.tracking.facts import RunStatus
 
-RULE = "the best held-out score; at equal scores the lower loss, then the first"
+RULE = "the best held-out score; at equal scores, or without any, the lower loss, then the first"
 _SCORES = ("top1", "accuracy")
 _MOST_NAMED = 4
 
@@ -58,7 +60,8 @@ def outcome(
         return Outcome(folder.name, values, state, why=failed, seconds=record.seconds)
     judged = {name: record.results.get(config.judged_by(name)) for name in (*_SCORES, "loss", "balanced_accuracy")}
     score = next((judged[name] for name in _SCORES if judged[name] is not None), None)
-    is_finite = all(value is not None and math.isfinite(value) for value in (score, judged["loss"]))
+    needed = (judged["loss"],) if isinstance(config, MaskedAutoencoderStage) else (score, judged["loss"])
+    is_finite = all(value is not None and math.isfinite(value) for value in needed)
     return Outcome(
         folder.name,
         values,
@@ -75,7 +78,7 @@ def outcome(
 
 def choose(outcomes: Sequence[Outcome]) -> Outcome | None:
     """Return the best done point, if any."""
-    done = [one for one in outcomes if one.state == "done"]  # has score and loss
+    done = [one for one in outcomes if one.state == "done"]  # has a loss, and a score unless the stage has none
     return max(done, key=lambda one: (one.score or 0.0, -(one.loss or 0.0)), default=None)
 
 
@@ -158,33 +161,43 @@ def as_table(record: SweepRecord) -> str:
     ]
     if (final := record.final) is not None and final.state == "done":
         values = ", ".join(f"{key}={value}" for key, value in final.values.items())
-        beside = {"balanced accuracy": final.balanced_accuracy, "commonest class": final.commonest}
-        known = "".join(f", {name} {value:.4f}" for name, value in beside.items() if value is not None)
+        measured = {
+            "score": final.score,
+            "balanced accuracy": final.balanced_accuracy,
+            "commonest class": final.commonest,
+            "loss": final.loss,
+        }
+        known = ", ".join(f"{name} {value:.4f}" for name, value in measured.items() if value is not None)
         lines.append(
-            f"Final run with {values}, on all training images: score {_number(final.score)}{known}, loss "
-            f"{_number(final.loss)} on the {final.images:,} images of its evaluation set."
+            f"Final run with {values}, on all training images: {known} on the {final.images:,} images of its "
+            "evaluation set."
         )
     return "\n".join(lines)
 
 
 def _caveats(record: SweepRecord) -> list[str]:
     best = choose(record.points)
-    if best is None or best.score is None or not best.images:
+    if best is None or not best.images:
         return []
-    lines, error = list[str](), standard_error(best.score, images=best.images)
-    alike = [one.name for one in record.points if one.state == "done" and best.score - (one.score or 0.0) <= error]
-    if len(alike) > 1:
-        names = ", ".join(alike[:_MOST_NAMED]) + (" and others" if len(alike) > _MOST_NAMED else "")
-        lines.append(
-            f"{len(alike)} of {len(record.points)} points tie ({names}): they are within the standard error of the "
-            f"best score, {error:.4f} on {best.images:,} images; a larger --hold-out may tell them apart."
-        )
+    lines = [] if best.score is None else _ties(record, best.score, images=best.images)
     for key in record.grid:
         further = value_beyond({one.values[key] for one in record.points}, best.values[key])
         if further is not None:
             edge = f"The best {key}, {best.values[key]}, lies at the edge of the grid"
             lines.append(f"{edge}: a better one may lie beyond it; add {further}, as `shardvit sweep --widen` does.")
     return lines
+
+
+def _ties(record: SweepRecord, best: float, *, images: int) -> list[str]:
+    error = standard_error(best, images=images)
+    alike = [one.name for one in record.points if one.state == "done" and best - (one.score or 0.0) <= error]
+    if len(alike) < 2:
+        return []
+    names = ", ".join(alike[:_MOST_NAMED]) + (" and others" if len(alike) > _MOST_NAMED else "")
+    return [
+        f"{len(alike)} of {len(record.points)} points tie ({names}): they are within the standard error of the best "
+        f"score, {error:.4f} on {images:,} images; a larger --hold-out may tell them apart."
+    ]
 
 
 def _number(value: float | None) -> str:

@@ -8,7 +8,9 @@ import pytest
 
 from shardvit.launch.sweep.record import Outcome, SweepRecord, as_table, choose, failures, outcome
 from shardvit.pipeline.recipe.io import load_recipe
+from shardvit.pipeline.recipe.schema import Recipe
 from shardvit.pipeline.runs.run_folder import RunFolder
+from tests.small_recipe import small_recipe, small_stage
 
 RECIPE = load_recipe("digits")
 
@@ -63,6 +65,23 @@ def test_the_file_is_json_and_tells_what_failed(tmp_path: Path):
     assert failures(tmp_path) == {"b": "exit code 1"}
     text = as_table(record)
     assert "exit code 1" in text and text.count("chosen") == 1 and "0.5000" in text and "40" in text
+
+
+def test_a_masked_autoencoder_is_judged_by_its_loss(tmp_path: Path) -> None:
+    model = {"width": 16, "depth": 1, "heads": 2, "patch_size": 4}
+    recipe = Recipe.model_validate(small_recipe(model=model, masked_autoencoder_=small_stage()))
+    found: list[Outcome] = []
+    for lr, loss in (("0.1", 0.9), ("0.2", 0.7), ("0.4", 0.5), ("0.8", math.nan)):
+        folder = RunFolder(runs_root=tmp_path, name=f"lr-{lr}")
+        folder.path.mkdir()
+        folder.update("masked_autoencoder", state="done", results={"val/loss": loss, "val/images": 40.0})
+        found.append(outcome(folder, recipe, stage="masked_autoencoder", values={"lr": lr}))
+    assert [one.state for one in found] == ["done", "done", "done", "failed"]
+    best = choose(found)
+    assert best is not None and best.name == "lr-0.4" and best.score is None
+    record = SweepRecord("r", "masked_autoencoder", 0.1, {"lr": ["0.1", "0.2", "0.4"]}, found[:3], final=best)
+    text = as_table(record)
+    assert "The best lr, 0.4, lies at the edge" in text and "tie" not in text and "images: loss 0.5000 on" in text
 
 
 def grid(scores: dict[str, float], *, images: int = 100) -> str:
