@@ -54,11 +54,14 @@ class Teacher(nn.Module):
         self._change: tuple[Tensor, Tensor] | None = None  # from the student's normalisation to the teacher's
 
     def settle(self, precision: str, *, device: torch.device, normalisation: Normalisation = GOOGLES) -> "Teacher":
-        """Go to `device`, in bf16 unless `precision` (the engine's) or the recipe is fp32; `normalisation` of the
-        student. Returns self."""
+        """Go to `device`, in bf16 unless `precision` (the engine's) or the recipe is fp32, with float32 BatchNorms as
+        under autocast; `normalisation` of the student. Returns self."""
         exact = precision == "fp32" or self.config.precision == "fp32"
         self._dtype = torch.float32 if exact else torch.bfloat16
+        norms = [(each, each.state_dict()) for each in self.model.modules() if isinstance(each, nn.BatchNorm2d)]
         self.model.to(device, self._dtype)
+        for norm, state in norms:
+            norm.float().load_state_dict(state)
         ours, theirs = normalisation, self.facts.normalisation
         if len(ours.mean) != len(theirs.mean):
             raise UserError(

@@ -177,6 +177,18 @@ def test_a_timm_folder_of_another_architecture_teaches_what_timm_says(tmp_path: 
     assert teacher.facts.parameters == sum(each.numel() for each in theirs.parameters())
 
 
+def test_a_teachers_running_statistics_keep_their_precision(tmp_path: Path):
+    theirs = timm.create_model("resnet10t", num_classes=5).eval()
+    statistics = {name: each.uniform_(0.5, 1.5) for name, each in theirs.named_buffers() if each.is_floating_point()}
+    save_for_hf(theirs, tmp_path, safe_serialization=True)
+    teacher, images = loaded(tmp_path), torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+    for _ in range(2):  # after a rollback it settles again
+        teacher.settle("bf16", device=torch.device("cpu"))
+        assert teacher.model.get_parameter("fc.weight").dtype == torch.bfloat16
+        assert statistics and all(torch.equal(teacher.model.get_buffer(name), it) for name, it in statistics.items())
+    assert teacher(images).isfinite().all()
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
