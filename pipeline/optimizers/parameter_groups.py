@@ -40,7 +40,7 @@ def parameter_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str
         decays = name in kernels if config.weight_decay_on == "kernels" else _is_matrix(name, parameter)
         decays = decays and name not in exempt
         decays = decays or (config.weight_decay_on == "matrices_and_tokens" and name.endswith(_TOKENS))
-        own = config.head_weight_decay if name == head_kernel else None
+        own = config.head_weight_decay if name in (head_kernel, "head.weight") else None  # a pair has both
         decay = (config.weight_decay if own is None else own) if decays else 0.0
         scale = config.layer_decay ** (last - layers.get(name, last)) * (
             config.head_lr_factor if is_head(name) else 1.0

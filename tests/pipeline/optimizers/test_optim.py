@@ -93,6 +93,13 @@ def test_the_heads_decay_is_its_last_kernels_alone(model: torch.nn.Module):
     assert decays.get("head.pre_logits.weight", 0.1) == 0.1
 
 
+def test_the_heads_decay_is_that_of_both_heads_beside_a_distillation_token():
+    config = ModelConfig(**TRUNK, distillation_token="learned")
+    pair = build_model(config, image_size=8, num_classes=3, head="linear")
+    decays = {name: decay for name, (_, decay) in rules(pair, head_weight_decay=10.0).items()}
+    assert {name for name, decay in decays.items() if decay == 10.0} == {"head.weight", "head.dist.weight"}
+
+
 def test_decay_by_the_schedule_is_the_same_at_every_learning_rate(model: torch.nn.Module):
     keys: dict[str, Any] = {"weight_decay_unit": "schedule", "layer_decay": 0.5, "head_lr_factor": 3.0, "lr": 0.02}
     products = {round(scale * decay * 0.02, 9) for scale, decay in rules(model, **keys).values()}
