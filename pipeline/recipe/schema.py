@@ -265,7 +265,7 @@ class Recipe(Strict):
             yield "data.normalisation has no effect with masked_patch, which takes Google's: leave it out"
         if self.tracking.register_as is not None and isinstance([*stages.values()][-1], SelfSupervisedStage):
             yield (
-                "tracking.register_as: the last stage's model predicts masked patches and knows no classes: add "
+                "tracking.register_as: the last stage's model was trained without labels and knows no classes: add "
                 "stages.finetune, or leave register_as out"
             )
         sizes = {stage.image_size for stage in stages.values()}
