@@ -21,7 +21,7 @@ from shardvit.model.positions.rotary import RotaryAttention
 from shardvit.model.resnet import BitResnet, StandardisedConv2d, standardise
 from shardvit.model.self_supervised.masked_autoencoder import MaskedAutoencoderVit
 from shardvit.model.self_supervised.masked_patch import MaskedPatchVit
-from shardvit.model.vit import PositionedVit
+from shardvit.model.vit import DistilledVit, PositionedVit
 
 PAPERS_COMPONENTS = 28  # Figure 7, left
 
@@ -65,8 +65,9 @@ def _probabilities(attention: Looked, packed: Tensor) -> Tensor:
 
 @torch.no_grad()
 def weights_of_tokens(model: VisionTransformer, tokens: Tensor) -> Tensor:
-    """Share of each normed token [B, T, D] in the head's input: [B, T], sums to 1. The class token has all; patches
-    share equally ("gap", or a model without labels), or by attention pooling ("map"), averaged over its heads."""
+    """Share of each normed token [B, T, D] in the head's input: [B, T], sums to 1. The class token has all, or
+    half beside a distillation token; patches share equally ("gap", or a model without labels), or by attention pooling
+    ("map"), averaged over its heads."""
     batch, count, _ = tokens.shape
     pool = model.attn_pool
     weights = tokens.new_zeros(batch, count, dtype=torch.float32)
@@ -77,7 +78,9 @@ def weights_of_tokens(model: VisionTransformer, tokens: Tensor) -> Tensor:
         logits = (pool.scale * query) @ keys.transpose(-2, -1)
         weights[:, model.num_prefix_tokens :] = logits.float().softmax(dim=-1).mean(dim=(1, 2))
         return weights
-    if model.global_pool == "token" and not isinstance(model, MaskedPatchVit | MaskedAutoencoderVit):
+    if isinstance(model, DistilledVit):
+        weights[:, :2] = 0.5
+    elif model.global_pool == "token" and not isinstance(model, MaskedPatchVit | MaskedAutoencoderVit):
         weights[:, 0] = 1.0
     else:
         weights[:, model.num_prefix_tokens :] = 1.0 / (count - model.num_prefix_tokens)

@@ -40,6 +40,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "registers, map": {"registers": 3, "pool": "map", "mlp": "swiglu"},
     "rope, gap": {"rope": "axial", "pool": "gap", "class_token": "kept", "registers": 2},
     "rope, learned": {"rope": "mixed", "qk_norm": "per_head", "norm": "rms", "position": "none"},
+    "distillation token": {"distillation_token": "learned"},
     "dinov3": {"rope": "dinov3", "registers": 2, "pool": "gap", "final_norm": "pooled"},
 }
 GRID = 4
@@ -123,7 +124,7 @@ def test_probabilities_give_what_the_block_gives(kind: str) -> None:
         np.testing.assert_allclose(projected, expected.detach().numpy(), atol=2e-5)
 
 
-@pytest.mark.parametrize("kind", ["class token", "gap", "map"])
+@pytest.mark.parametrize("kind", ["class token", "distillation token", "gap", "map"])
 def test_weights_of_tokens_make_what_the_head_sees(kind: str) -> None:
     """With pooling that only mixes, the mixture of normed tokens; with attention pooling, its mean over heads."""
     model = _model(kind)
