@@ -181,8 +181,9 @@ class ExternalModel:
 
 
 def of_record(meta: SavedModelMeta, state: dict[str, Tensor], *, format: str) -> ExternalModel:
-    """Make a model from our record; from the masked-patch stage only the trunk."""
-    from shardvit.model.positions.embedding import without_numbers
+    """Make a model from our record; of a self-supervised stage only the trunk, with a masked autoencoder's first
+    learned positions."""
+    from shardvit.model.positions.embedding import starting_numbers, without_numbers
 
     names = ("image_size", "num_classes", "class_names", "mean", "std", "loss", "eval_protocol", "eval_crop_share")
     state = without_numbers(state, config=meta.model, image_size=meta.image_size)
@@ -197,6 +198,8 @@ def of_record(meta: SavedModelMeta, state: dict[str, Tensor], *, format: str) ->
         return described
     own = ("mask_token", "head.", "decoder.")
     trunk = {name: value for name, value in state.items() if not name.startswith(own)}
+    if meta.head == "masked_autoencoder":
+        trunk |= starting_numbers(meta.model, image_size=meta.image_size)
     left = "the mask token and the head for patches" if meta.head == "masked_patch" else "the decoder"
     note = f"it is of the {meta.head.replace('_', '-')} stage: {left} {'were' if left[-1] == 's' else 'was'} left out"
     return replace(described, state=trunk, num_classes=0, class_names=(), notes=(note,))
@@ -206,7 +209,7 @@ def of_shapes(
     state: dict[str, Tensor], *, format: str, semantics: Semantics, given: ModelConfig | None, origin: str
 ) -> ExternalModel:
     """Make a model from tensors' shapes, as `config_of`; ValueError if they give no sizes or contradict `given`."""
-    sizes = read_sizes(shapes_of(state), origin=origin)
+    sizes = read_sizes(shapes_of(state), origin=origin, grid_size=semantics.grid_size)
     if sizes.grid_size is None and semantics.image_size is None:
         raise ValueError(
             f"{origin} has no position embeddings ({format}), so its resolution and kind of positions are unknown: it "
@@ -242,6 +245,7 @@ class Semantics:
     position: PositionKind | None = None
     class_token_position: ClassTokenPosition | None = None  # None: from the shapes
     image_size: int | None = None  # without learned positions, which tell it
+    grid_size: int | None = None  # of learned positions
     told: Mapping[str, Any] = field(default_factory=dict)  # other fields of `ModelConfig`; they win over shapes
 
 

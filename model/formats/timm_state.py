@@ -86,7 +86,8 @@ def read_timm_folder(folder: Path, *, content: dict[str, Any], config: ModelConf
     state, semantics = from_deit(from_eva(state)), _semantics(model, data)
     external = of_shapes(state, format="timm folder", semantics=semantics, given=config, origin=origin)
     # compare timm's model with ours of the same sizes, whatever was asked for
-    own, _ = config_of(read_sizes(shapes_of(state), origin=origin), semantics=semantics, given=None, origin=origin)
+    sizes = read_sizes(shapes_of(state), origin=origin, grid_size=semantics.grid_size)
+    own, _ = config_of(sizes, semantics=semantics, given=None, origin=origin)
     _compare_structure(model, own, origin=origin)
     protocol, share, more = _evaluation(data)
     label_names = content.get("label_names") or ()
@@ -119,7 +120,7 @@ def _built_by_timm(content: dict[str, Any], *, origin: str) -> Any:
     if not isinstance(architecture, str) or not timm.is_model(architecture):
         raise ValueError(f"{origin}: config.json names the architecture {architecture!r}, which timm does not know")
     arguments = dict(content.get("model_args") or {})
-    if "num_classes" in content:
+    if content.get("num_classes") is not None:
         arguments["num_classes"] = content["num_classes"]
     # timm's factory would read anything else, and can load further files
     taken = {name for kind in (VisionTransformer, Eva) for name in inspect.signature(kind.__init__).parameters}
@@ -129,8 +130,10 @@ def _built_by_timm(content: dict[str, Any], *, origin: str) -> Any:
             "take"
         )
     try:
+        # As timm builds from a folder; `create_model` drops each None, such as init_values' (no layer scale).
+        name, _, tag = architecture.partition(".")
         with torch.device("meta"):
-            model = timm.create_model(architecture, pretrained=False, **arguments)
+            model = timm.model_entrypoint(name)(pretrained=False, pretrained_cfg=tag or None, **arguments)
     except (RuntimeError, TypeError, ValueError, KeyError, AssertionError, AttributeError) as error:
         raise ValueError(f"{origin}: timm cannot build {architecture} with its model_args: {error}") from error
     if type(model) not in (VisionTransformer, VisionTransformerDistilled, Eva):
@@ -157,6 +160,7 @@ def _semantics(model: Any, data: dict[str, Any]) -> Semantics:
         layer_scale=getattr(block, "init_values", None) or getattr(getattr(block, "ls1", None), "init_values", None),
         position="none" if model.pos_embed is None else None,
         image_size=data["input_size"][-1] if model.pos_embed is None else None,
+        grid_size=None if model.pos_embed is None else model.patch_embed.grid_size[0],
         told=told,
     )
 

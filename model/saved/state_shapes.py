@@ -48,8 +48,9 @@ def shapes_of(state: Mapping[str, Tensor]) -> dict[str, Shape]:
     return {name: tuple(tensor.shape) for name, tensor in state.items()}
 
 
-def read_sizes(shapes: Mapping[str, Shape], *, origin: str) -> StateSizes:
-    """Infer a Vision Transformer's sizes from shapes under our names; ValueError (`origin` first) if impossible."""
+def read_sizes(shapes: Mapping[str, Shape], *, origin: str, grid_size: int | None = None) -> StateSizes:
+    """Infer a Vision Transformer's sizes from shapes under our names; ValueError (`origin` first) if impossible.
+    `grid_size` of the positions, if known: 81 of them may be of 9 x 9 patches, or of 8 x 8 and 17 other tokens."""
     last_norm = "fc_norm.weight" if "fc_norm.weight" in shapes else "norm.weight"
     needed = ("patch_embed.proj.weight", "blocks.0.mlp.fc1.weight", last_norm)
     if missing := [name for name in needed if name not in shapes]:
@@ -60,6 +61,8 @@ def read_sizes(shapes: Mapping[str, Shape], *, origin: str) -> StateSizes:
     if len(patch) != 4 or patch[2] != patch[3]:
         raise ValueError(f"{origin} has a patch embedding of shape {patch}: only square patches can be read")
     resnet_layers = _resnet_layers(shapes)
+    grid_size = grid_size or _grid_size(shapes, origin=origin)
+    of_patches = grid_size is not None and shapes["pos_embed"][1] == grid_size**2
     head = shapes.get("head.logits.weight") or shapes.get("head.weight")
     trunk = VitSizes(
         width=patch[0],
@@ -74,10 +77,10 @@ def read_sizes(shapes: Mapping[str, Shape], *, origin: str) -> StateSizes:
         trunk=trunk,
         pool=_pool(shapes),
         layer_scale="blocks.0.ls1.gamma" in shapes,
-        grid_size=_grid_size(shapes, origin=origin),
+        grid_size=grid_size,
         num_classes=head[0] if head else 0,
         head="mlp" if "head.logits.weight" in shapes else "linear",
-        class_token_position="none" if _prefix(shapes) and _is_of_patches(shapes.get("pos_embed")) else "learned",
+        class_token_position="none" if _prefix(shapes) and of_patches else "learned",
         later=_later(shapes),
         channels=_channels(shapes),
     )

@@ -42,7 +42,7 @@ def eva_json(config: ModelConfig, *, image_size: int) -> dict[str, Any]:
 
     sizes, same = config.sizes, timm_arguments(config, image_size=image_size)
     kept = ("img_size", "patch_size", "embed_dim", "depth", "num_heads", "qkv_bias", "class_token", "global_pool")
-    return {name: same[name] for name in kept} | {
+    return {name: same[name] for name in (*kept, "in_chans") if name in same} | {
         "mlp_ratio": mlp_ratio(sizes.width, sizes.mlp_dim),
         "swiglu_mlp": config.mlp != "gelu",
         "scale_mlp": config.mlp == "swiglu_norm",

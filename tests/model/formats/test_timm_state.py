@@ -13,6 +13,7 @@ from transformers import AutoModelForImageClassification
 
 from shardvit.model.config import ModelConfig
 from shardvit.model.formats.detect import import_file, read_external
+from shardvit.model.saved.model_folder import save_model
 from tests.model.comparing import SMALL_TOKENS, randomise, relative_difference
 from tests.model.formats.small_model import described, images, logits, random_model, rebuilt
 
@@ -53,6 +54,33 @@ def test_a_folder_of_timm_gives_its_logits(
     assert (meta.model.sizes.heads, meta.image_size, meta.num_classes) == (4, 24, 5)
     expected = logits(model, images())
     assert relative_difference(logits(rebuilt(meta, state), images()), expected) < 1e-5
+
+
+@pytest.mark.parametrize("without_position", [False, True])
+def test_as_many_positions_as_another_grid_has_patches(tmp_path: Path, without_position: bool) -> None:
+    """8 x 8 patches, a class token and 16 registers are 9 x 9."""
+    more = {"img_size": 32, "reg_tokens": 16, "no_embed_class": without_position}
+    model = _timm_model(**more)
+    meta, state = import_file(_saved(model, tmp_path / "theirs", **more))
+    assert (meta.image_size, meta.model.class_token_position) == (32, "none" if without_position else "learned")
+    assert relative_difference(logits(rebuilt(meta, state), images(32)), logits(model, images(32))) < 1e-5
+
+
+def test_what_model_args_say_is_null_is_none_as_for_timm(tmp_path: Path) -> None:
+    """The architecture has layer scale of its own."""
+    model = timm.create_model("vit_small_patch16_rope_224", num_classes=5, **SIZES)
+    assert hasattr(model.blocks[0], "gamma_1") and model.blocks[0].gamma_1 is not None
+    config = ModelConfig(width=48, depth=4, heads=4, patch_size=4, rope="axial", gelu="erf", channels=2)
+    meta = described(config, mean=(0.5, 0.5), std=(0.5, 0.5))
+    ours = random_model(meta)
+    save_model(tmp_path, ours.state_dict(), meta=meta)
+    content = json.loads((tmp_path / "config.json").read_text())
+    assert content["model_args"]["init_values"] is None and content.pop("shardvit")
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    found, state = import_file(tmp_path)
+    assert found.model.layer_scale is None and found.model.channels == 2
+    pixels = images()[:, :2]
+    assert relative_difference(logits(rebuilt(found, state), pixels), logits(ours, pixels)) < 1e-5
 
 
 def test_what_a_folder_says_of_pixels_and_classes(tmp_path: Path) -> None:
