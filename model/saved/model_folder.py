@@ -144,8 +144,10 @@ def load_model(folder: Path) -> tuple[SavedModelMeta, dict[str, Tensor]]:
     path = Path(folder) / WEIGHTS_FILE
     if not path.is_file():
         raise ValueError(f"{path} is missing: the saved model has no weights")
-    state_dict = from_deit(read_safetensors(path))
-    if meta.model.kind == "vit" and meta.model.rope != "none":
+    state_dict = read_safetensors(path)
+    if meta.model.distillation_token == "learned":
+        state_dict = from_deit(state_dict)
+    if meta.model.rope != "none":
         state_dict = from_eva(state_dict)
     state_dict = without_numbers(state_dict, config=meta.model, image_size=meta.image_size)
     check_state(state_dict, meta=meta, says=f"{path} does not fit the model that its record describes")
@@ -263,7 +265,7 @@ def _timm_json(meta: SavedModelMeta) -> dict[str, Any]:
             "mean": list(meta.mean),
             "std": list(meta.std),
             "first_conv": "patch_embed.proj",
-            "classifier": "head",
+            "classifier": ["head", "head_dist"] if config.distillation_token == "learned" else "head",
         },
     }
 

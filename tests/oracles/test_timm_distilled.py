@@ -52,6 +52,8 @@ def test_timm_loads_our_folder_and_computes_the_same_as_a_mean_and_in_training_a
     _, again = build_from_saved(tmp_path)
     theirs: Any = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
     assert type(theirs).__name__ == "VisionTransformerDistilled"
+    other: Any = timm.create_model(f"local-dir:{tmp_path}", pretrained=True, num_classes=7)
+    assert torch.equal(other.dist_token, theirs.dist_token) and other.head_dist.out_features == 7
     with torch.no_grad():
         expected = ours(IMAGES)
         assert torch.equal(again.eval()(IMAGES), expected) and expected.abs().mean() > 0.1

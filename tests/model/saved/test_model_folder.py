@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from safetensors import safe_open
 
 from shardvit.model.config import ModelConfig
+from shardvit.model.own.allowed import ALLOWED
 from shardvit.model.saved.model_folder import (
     SavedModelMeta,
     build_from_saved,
@@ -60,6 +61,21 @@ def test_what_is_saved_comes_back(tmp_path: Path, head: HeadKind) -> None:
         "config.json",
         "model.safetensors",
     ]
+
+
+def test_parameters_of_an_own_model_keep_their_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever they are in timm."""
+
+    def build(*, image_size: int, num_classes: int) -> torch.nn.Module:
+        parts = {"head": torch.nn.Linear(3, num_classes), "head_dist": torch.nn.Linear(3, num_classes)}
+        return torch.nn.ModuleDict(parts)
+
+    monkeypatch.setitem(ALLOWED, "0" * 64, lambda name: build)
+    own = ModelConfig.model_validate({"custom": f"/elsewhere.py@{'0' * 64}:build"})
+    meta = _meta().model_copy(update={"model": own})
+    state = randomise(build(image_size=16, num_classes=5)).state_dict()
+    save_model(tmp_path / "model", state, meta=meta)
+    assert load_model(tmp_path / "model")[1].keys() == state.keys()
 
 
 def test_timm_reads_a_class_token_without_position(tmp_path: Path) -> None:

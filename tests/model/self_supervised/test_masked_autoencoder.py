@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from shardvit.model.config import DecoderConfig, ModelConfig
+from shardvit.model.formats.detect import import_file
 from shardvit.model.init import initialise
 from shardvit.model.positions.embedding import sincos_2d
 from shardvit.model.saved.model_folder import SavedModelMeta, build_from_saved, save_model, timm_objection
@@ -181,6 +182,11 @@ def test_it_is_saved_and_built_again(tmp_path: Path, name: str):
     again_meta, again = build_from_saved(tmp_path / "model")
     assert again_meta == meta and timm_objection(meta)
     assert torch.equal(again.eval()(images(2), *drawn(2)), model(images(2), *drawn(2)))
+    if name != "map":  # whose pooling a file cannot give
+        imported, state = import_file(tmp_path / "model", num_classes=7)
+        classifier = classifier_of(model, config=meta.model, image_size=IMAGE_SIZE, num_classes=7, seed=0).state_dict()
+        assert imported.head == "linear" and state.keys() == classifier.keys()
+        assert all(torch.equal(state[name], it) for name, it in classifier.items())
     with pytest.raises(ValueError, match="decoder"):
         save_model(tmp_path / "other", model.state_dict(), meta=meta.model_copy(update={"decoder": DecoderConfig()}))
 
