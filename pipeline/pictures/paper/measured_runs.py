@@ -15,12 +15,17 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
+from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.safe_paths import read_inside
 from shardvit.data_shards.text import parse_json
 from shardvit.model.config import ModelConfig
 from shardvit.model.counting.flops import account, account_autoencoder
 from shardvit.model.saved.model_folder import SavedModelMeta
+from shardvit.pipeline.budget.cost import phase_costs
 from shardvit.pipeline.pictures.style import plain
+from shardvit.pipeline.recipe.schema import Recipe
+from shardvit.pipeline.recipe.stage_plan import plan_stage
+from shardvit.pipeline.recipe.stages.image_growth import growth_of
 from shardvit.pipeline.recipe.stages.pretraining import MaskedAutoencoderStage
 from shardvit.pipeline.recipe.vocabulary import DATA_FILE, StageName
 from shardvit.pipeline.runs.read import Run, RunStage
@@ -65,13 +70,13 @@ class CostPoint:
 
 def few_shot_points(run: Run, *, name: str) -> Iterator[FewShotPoint]:
     """Yield a run's points by images seen; a moment measured twice gives one point."""
-    stage = run.stage("pretrain")
+    stage = run.stage("masked_autoencoder") or run.stage("pretrain")  # the stages with few-shot sets
     found: dict[tuple[int, str, int], float] = {}  # by images seen, data set, shots
     for row in () if stage is None else stage.rows:
         for metric, value in row.metrics.items():
             if (match := _FEW_SHOT.fullmatch(metric)) and math.isfinite(value):
                 found[row.images_seen, match[1], int(match[2])] = value
-    for record in _records(run, stages=("pretrain",)):
+    for record in _records(run, stages=("pretrain",) if stage is None else (stage.name,)):
         for score in record.results:
             shots = re.fullmatch(r"\d{1,6}", str(score.settings.get("shots")))
             is_top1 = score.method == "fewshot" and score.metric == "top1" and _is_share(score.value)
@@ -158,6 +163,8 @@ def _exaflops(run: Run, stage: RunStage) -> float | None:
     try:
         meta = SavedModelMeta.model_validate(stage.record.model)
         config = None if run.recipe is None else run.recipe.train_stage(stage.name)
+        if run.recipe is not None and config is not None and growth_of(config.image_size):
+            return _exaflops_of_phases(run.recipe, stage, num_classes=meta.num_classes)
         if isinstance(config, MaskedAutoencoderStage):
             cost = account_autoencoder(
                 meta.model, image_size=meta.image_size, decoder=config.decoder, mask_ratio=config.mask_ratio
@@ -170,9 +177,22 @@ def _exaflops(run: Run, stage: RunStage) -> float | None:
                 head=meta.class_head,
                 patch_dropout=0.0 if config is None else config.patch_dropout,
             )
-    except (ValueError, AssertionError, AttributeError):
+    except (UserError, ValueError, AssertionError, AttributeError):
         return None
     return stage.record.images_seen * cost.training_flops / _EXA
+
+
+def _exaflops_of_phases(recipe: Recipe, stage: RunStage, *, num_classes: int) -> float | None:
+    """The same where images grow."""
+    if (images := _training_images(stage)) is None:
+        return None
+    plan = plan_stage(recipe, stage=stage.name, samples_per_epoch=images, world_size=1)
+    costs = phase_costs(recipe, stage=stage.name, plan=plan, num_classes=num_classes)
+    bounds, left, total = [*costs, plan.total_steps], stage.record.images_seen, 0
+    for (first, cost), end in zip(costs.items(), bounds[1:], strict=True):
+        seen = min(left, (end - first) * plan.global_batch_images)
+        total, left = total + seen * cost.training_flops, left - seen
+    return total / _EXA
 
 
 def held_out_name(run: Run, *, stage: StageName) -> str:

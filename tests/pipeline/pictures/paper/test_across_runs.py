@@ -31,9 +31,10 @@ def _run(
     few_shot: tuple[float, ...] = (0.25, 0.5),
     top1: float = 0.75,
     width: int = 64,
+    more: tuple[str, ...] = (),
 ) -> Run:
     """A run's folder as training leaves it, without its model."""
-    overrides = [f"name={name}", f"model.width={width}"]
+    overrides = [f"name={name}", f"model.width={width}", *more]
     folder = RunFolder(runs_root=root, name=name)
     folder.open(load_recipe(recipe, overrides=overrides))
     config = ModelConfig(**(SIZES | {"width": width}))
@@ -101,6 +102,17 @@ def test_cost_is_images_seen_times_the_flops_of_a_training_step(tmp_path: Path) 
     assert {each.exaflops for each in points} == {6400 * flops / 1e18}
     assert {each.hours for each in points} == {1.0}
     assert sorted(each.top1 for each in points) == [0.375, 0.5, 0.75]
+
+
+def test_of_growing_images_each_costs_what_its_own_size_does(tmp_path: Path) -> None:
+    growth = "stages.pretrain.image_size={from: 8, to: 16, over: 50%, steps: 2}"
+    run = _run(tmp_path, "a", images_seen=64 * 300, more=(growth,))  # of 800 steps: 200 at 8 pixels, 200 at 12
+    _record(run, "vtab", command="transfer", mean=0.5, results=(_score("probe", 0.375),))
+    flops = [
+        account(ModelConfig(**SIZES), image_size=size, num_classes=7, head="mlp").training_flops for size in (8, 12)
+    ]
+    points = list(cost_points(run, name="a"))
+    assert {each.exaflops for each in points} == {64 * (200 * flops[0] + 100 * flops[1]) / 1e18}
 
 
 def test_a_run_without_pretraining_cost_nothing(tmp_path: Path) -> None:
