@@ -31,7 +31,7 @@ from shardvit.pipeline.engine.saved_state.average import AVERAGE
 from shardvit.pipeline.engine.saved_state.portable import WEIGHT, open_state
 from shardvit.pipeline.engine.saved_state.state_files import Seal, piece_digests, piece_sizes, whole_digest
 from shardvit.pipeline.ranks.group import Ranks
-from shardvit.pipeline.recipe.vocabulary import WeightsKind
+from shardvit.pipeline.recipe.vocabulary import PROJECTION, WeightsKind
 from shardvit.pipeline.runs.run_folder import FOLDER_PREFIX, checkpoint_folders
 
 MANIFEST = "manifest.json"
@@ -212,11 +212,12 @@ def assemble(
     folder: Path, *, written: Mapping[str, Any], model: nn.Module, of: WeightsKind = "weights"
 ) -> dict[str, Tensor]:
     """Read the weights of a checkpoint of identity `written`."""
-    saved = open_state(folder, written=written, model=model)
+    saved = open_state(folder, written=written, model=model, besides=PROJECTION)
     if of == "ema" and saved.average_updates is None:
         raise UserError(f"checkpoint {folder} has no moving average of the weights: its stage was trained without ema")
     tensors = AVERAGE if of == "ema" else WEIGHT
-    state = {name: saved.whole(name, of=tensors).clone() for name in saved.shapes}  # the file may be deleted
+    kept = [name for name in saved.shapes if not name.startswith(f"{PROJECTION}.")]
+    state = {name: saved.whole(name, of=tensors).clone() for name in kept}  # the file may be deleted
     return state | {name: buffer.detach().to(torch.float32) for name, buffer in saved.buffers.items()}
 
 

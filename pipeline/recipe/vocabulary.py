@@ -40,6 +40,7 @@ PICTURES_LOG = "pictures.log"  # output of the drawing process
 COMPILED_FOLDER = "compiled"  # torch.compile's kernels
 REPLACED_FOLDER = "replaced"  # stages moved by --restart
 SWEEP_FILE = "sweep.json"  # in the folder of a sweep
+PROJECTION = "distill_projection"  # a student's module, which checkpoints have and models have not
 
 # ---- optimizers ----
 

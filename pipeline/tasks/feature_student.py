@@ -10,9 +10,8 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from shardvit.model.init import stream_seed
+from shardvit.pipeline.recipe.vocabulary import PROJECTION
 from shardvit.pipeline.using.teacher import Teacher, compared_tokens
-
-PROJECTION = "distill_projection"
 
 
 class FeatureStudent(VisionTransformer):

@@ -30,7 +30,13 @@ from shardvit.pipeline.ranks.watch import Watch
 from shardvit.pipeline.recipe.io import dump_recipe
 from shardvit.pipeline.recipe.schema import EngineConfig
 from shardvit.pipeline.recipe.stages.train_stage import TrainStage
-from shardvit.pipeline.recipe.vocabulary import CORRUPT_SAMPLES_FILE, MASTER_BYTES, METRICS_FILE, WeightsKind
+from shardvit.pipeline.recipe.vocabulary import (
+    CORRUPT_SAMPLES_FILE,
+    MASTER_BYTES,
+    METRICS_FILE,
+    PROJECTION,
+    WeightsKind,
+)
 from shardvit.pipeline.report.best import best_results, describe_best
 from shardvit.pipeline.report.reporter import Report
 from shardvit.pipeline.runs.logs import iter_metrics
@@ -43,7 +49,6 @@ from shardvit.pipeline.stage.data_workers import DataWorkers, data_workers
 from shardvit.pipeline.stage.initial_model import StageStart, stage_model
 from shardvit.pipeline.stage.stage_data import Stage, asked_metrics
 from shardvit.pipeline.stage.task import Task
-from shardvit.pipeline.tasks.feature_student import PROJECTION
 from shardvit.pipeline.training.after_step import TrainingFailed, TrainJob
 from shardvit.pipeline.training.callbacks import Callbacks
 from shardvit.pipeline.transfer.during_training import few_shot_evaluation

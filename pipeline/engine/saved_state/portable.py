@@ -107,15 +107,20 @@ class PortableState:
         return self.part(name, of=of, first=0, count=torch.Size(shape).numel()).view(shape)
 
 
-def open_state(folder: Path, *, written: Mapping[str, Any], model: nn.Module) -> PortableState:
+def open_state(folder: Path, *, written: Mapping[str, Any], model: nn.Module, besides: str = "") -> PortableState:
     """Open a checkpoint of identity `written`. `model`, on any device and perhaps sharded, gives names, order and
-    shapes. UserError if the state has another model or world size."""
+    shapes; it may lack the module `besides`. UserError if the state has another model or world size."""
     if written["backend"] == "accelerate":
-        return open_whole(folder / ACCELERATE_FILE, model=model)
+        return open_whole(folder / ACCELERATE_FILE, model=model, besides=besides)
     if written["zero_stage"] == 0:
-        return open_whole(folder / DDP_FILE, model=model)
-    stage, processes = written["zero_stage"], written["processes"]
-    return open_deepspeed(folder / DEEPSPEED_FOLDER, zero_stage=stage, processes=processes, model=model)
+        return open_whole(folder / DDP_FILE, model=model, besides=besides)
+    return open_deepspeed(
+        folder / DEEPSPEED_FOLDER,
+        zero_stage=written["zero_stage"],
+        processes=written["processes"],
+        model=model,
+        besides=besides,
+    )
 
 
 def open_shared(
@@ -181,7 +186,9 @@ def _nothing(shard: int, flat: int, of: str) -> Tensor:
     raise AssertionError("it comes from rank 0")
 
 
-def open_deepspeed(folder: Path, *, zero_stage: int, processes: int, model: nn.Module) -> PortableState:
+def open_deepspeed(
+    folder: Path, *, zero_stage: int, processes: int, model: nn.Module, besides: str = ""
+) -> PortableState:
     """Open DeepSpeed's files of ZeRO 1 to 3; errors as in `open_state`."""
     # Each process writes one file of optimizer states; the first process's model file has the shapes.
     found = len(list(folder.glob("*_optim_states.pt")))
@@ -193,7 +200,7 @@ def open_deepspeed(folder: Path, *, zero_stage: int, processes: int, model: nn.M
     groups: list[dict[str, torch.Size]] = content["param_shapes"]
     shapes = {name: tuple(shape) for group in groups for name, shape in group.items()}
     shapes |= {name: tuple(tensor.shape) for name, tensor in frozen.items()}
-    _check_fits(shapes, model=model, folder=folder.parent)
+    _check_fits(shapes, model=model, besides=besides, folder=folder.parent)
     shard, states = shards.optimizer(0), shards.states(0)
     return PortableState(
         shapes=shapes,
@@ -243,7 +250,7 @@ class StateShards:
         return {**vars(self), "_opened": {}}
 
 
-def open_whole(file: Path, *, model: nn.Module) -> PortableState:
+def open_whole(file: Path, *, model: nn.Module, besides: str = "") -> PortableState:
     """Open a `ReplicatedEngine`'s single file; errors as in `open_state`."""
     folder = file.parent
     earlier = UserError(f"checkpoint {folder} was written by an earlier shardvit: continue with that version")
@@ -255,7 +262,7 @@ def open_whole(file: Path, *, model: nn.Module) -> PortableState:
     parameters = {name for name, _ in model.named_parameters()}
     buffers = {name: weights.pop(name) for name in model.state_dict() if name not in parameters}
     shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
-    _check_fits(shapes, model=model, folder=folder)
+    _check_fits(shapes, model=model, besides=besides, folder=folder)
 
     torchs: dict[str, Any] = content["optimizer"]
     if any("param_names" not in group for group in torchs["param_groups"]):
@@ -312,10 +319,11 @@ def _addresses_3(groups: list[dict[str, torch.Size]], *, processes: int) -> dict
     return addresses
 
 
-def _check_fits(shapes: Mapping[str, tuple[int, ...]], *, model: nn.Module, folder: Path) -> None:
+def _check_fits(shapes: Mapping[str, tuple[int, ...]], *, model: nn.Module, besides: str, folder: Path) -> None:
     # Under ZeRO 3 a parameter's own shape is empty.
     wanted = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in model.named_parameters()}
     lacking, foreign = sorted(wanted.keys() - shapes.keys()), sorted(shapes.keys() - wanted.keys())
+    foreign = [name for name in foreign if not besides or not name.startswith(f"{besides}.")]
     reshaped = [name for name in wanted if name in shapes and shapes[name] != wanted[name]]
     others = [f"{name} is {list(shapes[name])} instead of {list(wanted[name])}" for name in reshaped]
     phrases = (("it lacks {}", lacking), ("it has {} besides", foreign), ("{}", others))

@@ -18,6 +18,8 @@ from shardvit.data_shards.vocabulary import GOOGLES, Normalisation
 from shardvit.model.config import ModelConfig
 from shardvit.model.loss import loss_function
 from shardvit.model.saved.model_folder import save_model
+from shardvit.pipeline.checkpoint.store import assemble
+from shardvit.pipeline.engine.saved_state.portable import open_state
 from shardvit.pipeline.recipe.schema import Recipe
 from shardvit.pipeline.stage.pixels import model_input
 from shardvit.pipeline.tasks.distillation import Distillation, Taught, divergence, prepare_student
@@ -152,6 +154,21 @@ def test_features_are_regressed_by_a_linear_layer_onto_normed_ones(tmp_path: Pat
     loss.backward()
     assert all(each.grad is not None for each in model.parameters())  # the head's are zeros
     assert all(each.grad is None for each in teacher.parameters())
+
+
+@pytest.mark.parametrize("backend", ["deepspeed", "accelerate"])
+def test_a_checkpoints_model_is_the_student_without_projection(tmp_path: Path, backend: str):
+    student = random_model(described())
+    prepare_student(student, loaded(saved(tmp_path / "teacher"), kind="feature"), seed=0)
+    optimizer = torch.optim.AdamW(student.named_parameters())
+    content = {"model": student.state_dict(), "optimizer": optimizer.state_dict(), "scaler": None}
+    torch.save(content, tmp_path / ("ddp.pt" if backend == "deepspeed" else "accelerate.pt"))
+    written, alone = {"backend": backend, "zero_stage": 0, "processes": 1}, random_model(described())
+    found = assemble(tmp_path, written=written, model=alone)
+    assert found.keys() == alone.state_dict().keys()
+    assert all(torch.equal(each, student.get_parameter(name)) for name, each in found.items())
+    with pytest.raises(UserError, match="distill_projection"):  # to train on, it takes all
+        open_state(tmp_path, written=written, model=alone)
 
 
 def test_agreement_is_the_share_of_equal_answers_of_the_mean_of_both_heads(tmp_path: Path):

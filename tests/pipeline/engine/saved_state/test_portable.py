@@ -136,6 +136,16 @@ def test_only_the_shards_that_hold_some_of_a_part_are_opened(tmp_path: Path, sta
         saved.whole("0.weight")
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_module_that_a_model_lacks_may_be_left(tmp_path: Path, stage: int):
+    content = content_of(model_of())
+    folder = cut(tmp_path, content, stage=stage, processes=2).parent
+    written = {"backend": "deepspeed", "zero_stage": stage, "processes": 2}
+    saved = open_state(folder, written=written, model=nn.Sequential(*list(model_of())[:2]), besides="2")
+    for name in ("0.weight", "0.bias", "1.weight", "1.bias"):
+        assert torch.equal(saved.whole(name), content[name][WEIGHT])
+
+
 @pytest.mark.parametrize(
     ("model", "said"),
     [
