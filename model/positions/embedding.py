@@ -24,6 +24,7 @@ added to the content's before the softmax. Details that D.4 leaves open follow G
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -122,11 +123,9 @@ class SinCos2d(nn.Module):
         super().__init__()
         self.num_prefix_tokens = num_prefix_tokens
         self.law: Literal["big_vision", "mae"] = law
-        self.register_buffer("table", self._table(grid_size, width), persistent=False)
-
-    def _table(self, grid_size: int, width: int) -> Tensor:
-        grid = sincos_2d(grid_size, width, law=self.law)
-        return torch.cat([grid.new_zeros(self.num_prefix_tokens, width), grid])
+        self.register_buffer(
+            "table", F.pad(sincos_2d(grid_size, width, law=law), (0, 0, num_prefix_tokens, 0)), persistent=False
+        )
 
     def forward(self, tokens: Tensor) -> Tensor:
         # DeepSpeed's ZeRO-3 lowers the precision of parameters but not of buffers. Autocast changes neither, and adds
@@ -135,7 +134,9 @@ class SinCos2d(nn.Module):
         autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
         table = self.table
         if len(table) != tokens.shape[1]:  # images of another size
-            table = self._table(math.isqrt(tokens.shape[1] - self.num_prefix_tokens), tokens.shape[2]).to(table)
+            grid_size = math.isqrt(tokens.shape[1] - self.num_prefix_tokens)
+            patches = _sincos_there(grid_size, tokens.shape[2], law=self.law, device=table.device).to(table.dtype)
+            table = F.pad(patches, (0, 0, self.num_prefix_tokens, 0))
         return tokens + (table if autocast else table.to(tokens.dtype))
 
 
@@ -193,6 +194,12 @@ def sincos_2d(grid_size: int, width: int, *, law: Literal["big_vision", "mae"] =
     columns = waves.expand(grid_size, -1, -1)
     rows = waves[:, None].expand(-1, grid_size, -1)
     return torch.cat([columns, rows], dim=-1).flatten(0, 1).to(torch.get_default_dtype())
+
+
+@lru_cache(maxsize=4)
+def _sincos_there(grid_size: int, width: int, *, law: Literal["big_vision", "mae"], device: torch.device) -> Tensor:
+    """The same on a device; cached, as copying makes the host wait."""
+    return sincos_2d(grid_size, width, law=law).to(device)
 
 
 def fixed_numbers(config: ModelConfig, *, image_size: int) -> dict[str, Tensor]:
