@@ -152,7 +152,7 @@ class ExternalModel:
     num_classes: int  # 0: no head, see `headless`
     head: HeadKind
     class_names: tuple[str, ...] = ()  # () if the file has none
-    mean: tuple[float, ...] = GOOGLE_MEAN  # of three: others get GOOGLE_MEAN for each channel, see `_record`
+    mean: tuple[float, ...] = GOOGLE_MEAN  # per channel, see `with_every_channel`
     std: tuple[float, ...] = GOOGLE_STD
     loss: LossKind | None = None  # None: unknown
     eval_protocol: str = "vit"

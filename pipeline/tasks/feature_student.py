@@ -15,7 +15,7 @@ from shardvit.pipeline.using.teacher import Teacher, compared_tokens
 
 
 class FeatureStudent(VisionTransformer):
-    """[n, 3, S, S] -> logits [n, classes]; in training also [n, T, D], as the teacher's tokens."""
+    """[n, C, S, S] -> logits [n, classes]; in training also [n, T, D], as the teacher's tokens."""
 
     distill_projection: nn.Linear
     compares_class_token: bool

@@ -3,10 +3,11 @@
 A stage takes only `STAGE/model/` from the previous one: no optimizer state, learning rate or clipping.
 With `init: WEIGHTS`, loaded weights take the place of random ones.
 
-    masked_patch  random weights + mask token + Linear for tokens    -> trained on colours of corrupted patches
-    pretrain      random weights + MLP head (Linear, tanh, Linear)   -> trained on the pre-training classes
-    swap_head     everything after the trunk dropped                 -> a zero-initialised Linear for the new classes
-    finetune      position embeddings interpolated to the new grid   -> trained at higher resolution
+    masked_patch        random weights + mask token + Linear for tokens   -> trained on colours of corrupted patches
+    masked_autoencoder  random weights + decoder                          -> trained on pixels of hidden patches
+    pretrain            random weights + MLP head (Linear, tanh, Linear)  -> trained on the pre-training classes
+    swap_head           everything after the trunk dropped                -> a zero-initialised Linear for new classes
+    finetune            position embeddings interpolated to the new grid  -> trained at higher resolution
 """
 
 from collections.abc import Sequence

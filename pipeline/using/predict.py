@@ -45,7 +45,7 @@ AnyImage = (
 
 @dataclass(frozen=True)
 class Predictor:
-    """A model: `logits` maps normalised images, float32 [B, 3, S, S] on `device`, to logits [B, classes]."""
+    """A model: `logits` maps normalised images, float32 [B, C, S, S] on `device`, to logits [B, classes]."""
 
     meta: SavedModelMeta
     logits: Callable[[torch.Tensor], torch.Tensor]
@@ -86,7 +86,7 @@ class ImagePrediction:
 
 @dataclass(frozen=True)
 class ImageTransform:
-    """A model's preprocessing, as in its stage's evaluations: an image -> float32 [3, S, S], normalised. Picklable."""
+    """A model's preprocessing, as in its stage's evaluations: an image -> float32 [C, S, S], normalised. Picklable."""
 
     meta: SavedModelMeta
 
@@ -101,7 +101,7 @@ class ImageTransform:
         return transform(read_any(image, limit=limit, channels=meta.raw_channels))
 
     def stacked(self, squares: Sequence[Pixels], *, device: torch.device) -> torch.Tensor:
-        """Normalise squares: float32 [B, 3, S, S] on `device`."""
+        """Normalise squares: float32 [B, C, S, S] on `device`."""
         batch = batch_of(torch.from_numpy(np.stack(squares)), keys=("",) * len(squares))
         normalisation = Normalisation(mean=self.meta.mean, std=self.meta.std)
         return model_input(batch, device=device, dtype=torch.float32, normalisation=normalisation)

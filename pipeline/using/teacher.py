@@ -42,7 +42,7 @@ class TeacherFacts:
 
 
 class Teacher(nn.Module):
-    """Student's input, float32 [n, 3, S, S] -> the teacher's logits, float32 [n, classes]; of kind feature its final
+    """Student's input, float32 [n, C, S, S] -> the teacher's logits, float32 [n, classes]; of kind feature its final
     tokens [n, T, D], each normed without scale and shift: patches, and first the class token if the student has one."""
 
     def __init__(self, model: nn.Module, facts: TeacherFacts, *, digest: str, config: DistillConfig) -> None:

@@ -13,10 +13,12 @@ from shardvit.pipeline.pictures.paper.across_runs import few_shot_over_size, tra
 from shardvit.pipeline.pictures.paper.measured_runs import cost_points, few_shot_points
 from shardvit.pipeline.pictures.style import keep_picture
 from shardvit.pipeline.recipe.io import load_recipe
+from shardvit.pipeline.recipe.schema import Recipe
 from shardvit.pipeline.runs.pictures import kept_pictures
 from shardvit.pipeline.runs.read import Run, read_run
 from shardvit.pipeline.runs.run_folder import RunFolder, StageRecord
 from shardvit.pipeline.transfer.results import TransferRecord, TransferScore, save_record
+from tests.small_recipe import small_recipe, small_stage
 
 SIZES: dict[str, Any] = {"width": 64, "depth": 6, "heads": 4, "patch_size": 4}
 
@@ -91,6 +93,16 @@ def test_few_shot_points_are_those_of_the_curve_and_of_commands(tmp_path: Path) 
         (10, 6400, 0.9),
     ]
     assert {each.training_images for each in points} == {100}
+
+
+def test_few_shot_points_of_a_masked_autoencoder_are_of_its_own_stage(tmp_path: Path) -> None:
+    folder = RunFolder(runs_root=tmp_path, name="mae")
+    folder.open(Recipe.model_validate(small_recipe("mae", masked_autoencoder_=small_stage())))
+    folder.write("masked_autoencoder", StageRecord(state="done", images_seen=64))
+    row = {"step": 1, "images_seen": 64, "time": 1.0, "metrics": {"val/fewshot_pets_5shot": 0.25}}
+    (folder.stage("masked_autoencoder") / "metrics.jsonl").write_text(f"{json.dumps(row)}\n")
+    (point,) = few_shot_points(read_run(folder), name="mae")
+    assert (point.shots, point.images_seen, point.top1) == (5, 64, 0.25)
 
 
 def test_cost_is_images_seen_times_the_flops_of_a_training_step(tmp_path: Path) -> None:
