@@ -28,6 +28,8 @@ from shardvit.pipeline.using.find_model import find_model, find_record
 from shardvit.pipeline.using.hub import local_weights
 from shardvit.pipeline.using.start_weights import state_digest
 
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d)
+
 
 @dataclass(frozen=True)
 class TeacherFacts:
@@ -58,7 +60,7 @@ class Teacher(nn.Module):
         under autocast; `normalisation` of the student. Returns self."""
         exact = precision == "fp32" or self.config.precision == "fp32"
         self._dtype = torch.float32 if exact else torch.bfloat16
-        norms = [(each, each.state_dict()) for each in self.model.modules() if isinstance(each, nn.BatchNorm2d)]
+        norms = [(each, each.state_dict()) for each in self.model.modules() if isinstance(each, _BATCH_NORMS)]
         self.model.to(device, self._dtype)
         for norm, state in norms:
             norm.float().load_state_dict(state)

@@ -9,12 +9,15 @@ import yaml
 from pydantic import ValidationError
 
 from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.vocabulary import Normalisation
 from shardvit.model.config import ModelConfig
 from shardvit.model.saved.model_folder import CONFIG_FILE, RECORD_KEY, WEIGHTS_FILE, SavedModelMeta, save_model
 from shardvit.model.vit import build_model
 from shardvit.pipeline.recipe.io import load_recipe
 from shardvit.pipeline.recipe.schema import Recipe
-from shardvit.pipeline.stage.initial_model import check_kept_head, model_from_elsewhere
+from shardvit.pipeline.runs.run_folder import RunFolder
+from shardvit.pipeline.stage.initial_model import begun_normalisation, check_kept_head, model_from_elsewhere
+from tests.model.formats.small_model import described
 from tests.small_recipe import small_recipe, small_stage
 
 SMALL = {"width": 16, "depth": 2, "heads": 2, "patch_size": 4}
@@ -127,6 +130,17 @@ def test_a_resnet_by_its_name_is_the_resnet_by_its_layers(tmp_path: Path):
     assert model_from_elsewhere(by_layers) == tmp_path / "named"
     with pytest.raises(UserError, match=r"under model, set resnet_layers \(3, 4, 6, 3\) \(not \(3, 4, 23, 3\)\)"):
         model_from_elsewhere(recipe({"variant": "R101x1"}, str(tmp_path / "named"), image_size=32))
+
+
+def test_a_begun_stage_keeps_its_normalisation_whatever_the_statistics_say_by_now(tmp_path: Path):
+    run = RunFolder(runs_root=tmp_path, name="r")
+    run.path.mkdir()
+    assert begun_normalisation(run, stage="pretrain") is None
+    meta = described(mean=(0.1, 0.2, 0.3), std=(0.4, 0.5, 0.6)).model_dump(mode="json", exclude_none=True)
+    for step, kept in ((0, False), (3, True)):
+        run.update("pretrain", state="running", last_saved_step=step, model=meta)
+        found = begun_normalisation(run, stage="pretrain")
+        assert found == (Normalisation((0.1, 0.2, 0.3), (0.4, 0.5, 0.6)) if kept else None)
 
 
 def test_relative_positions_go_to_no_other_resolution(tmp_path: Path):

@@ -23,7 +23,7 @@ from shardvit.pipeline.engine.saved_state.portable import open_state
 from shardvit.pipeline.recipe.schema import Recipe
 from shardvit.pipeline.stage.pixels import model_input
 from shardvit.pipeline.tasks.distillation import Distillation, Taught, divergence, prepare_student
-from shardvit.pipeline.using.teacher import Teacher, check_teacher, load_teacher
+from shardvit.pipeline.using.teacher import Teacher, check_teacher, compared_tokens, load_teacher
 from tests.model.formats.small_model import CONFIG, NAMES, described, random_model
 from tests.small_recipe import small_recipe, small_stage
 
@@ -154,6 +154,12 @@ def test_features_are_regressed_by_a_linear_layer_onto_normed_ones(tmp_path: Pat
     loss.backward()
     assert all(each.grad is not None for each in model.parameters())  # the head's are zeros
     assert all(each.grad is None for each in teacher.parameters())
+
+
+def test_registers_are_not_compared():
+    tokens = torch.arange(7)[None, :, None]  # a class token, three registers, three patches
+    assert compared_tokens(tokens, prefix=4, class_token=True).flatten().tolist() == [0, 4, 5, 6]
+    assert compared_tokens(tokens, prefix=4, class_token=False).flatten().tolist() == [4, 5, 6]
 
 
 @pytest.mark.parametrize("backend", ["deepspeed", "accelerate"])
