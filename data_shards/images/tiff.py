@@ -3,7 +3,8 @@
 Tags are read here; strips or tiles are decompressed by Pillow's libtiff (LZW, deflate, PackBits, LZMA, Zstandard, or
 none), as an 8-bit grey image whose rows are the file's bytes. Pixels or planes, of either byte order, with the
 predictors for integers and floats. None, for Pillow to read in full: palette, YCbCr, white-is-zero, JPEG-compressed,
-fewer bits. Refused: BigTIFF, integers of 32 bits, more than 178,956,970 bytes of pixels. Costs a copy of the file.
+fewer bits. Refused: BigTIFF, integers of 32 bits, bits in reverse, more than 178,956,970 bytes of pixels. Costs a copy
+of the file.
 """
 
 import io
@@ -27,7 +28,11 @@ _ROWS, _COUNTS, _PLANES, _PREDICTOR, _TILE_WIDTH, _TILE_LENGTH, _TILES, _TILE_CO
     317,
     *range(322, 326),
 )
-_FORMAT = 339
+_FORMAT, _FILL_ORDER = 339, 266
+_READ = {
+    *(_WIDTH, _LENGTH, _BITS, _COMPRESSION, _PHOTOMETRIC, _OFFSETS, _CHANNELS, _ROWS, _COUNTS, _PLANES, _PREDICTOR),
+    *(_TILE_WIDTH, _TILE_LENGTH, _TILES, _TILE_COUNTS, _FORMAT, _FILL_ORDER),
+}
 _SIZES = {1: "B", 3: "H", 4: "I"}  # field types that sizes and places have
 _COMPRESSIONS = (1, 5, 8, 32773, 32946, 34925, 50000)
 _PHOTOMETRICS = (1, 2, 5)  # black is zero, colour, separated
@@ -58,6 +63,8 @@ def read_tiff(data: bytes) -> Tiff | None:
         raise OSError(f"a TIFF of {bits[0]} bits in format {formats[0]}, where 8 or 16 bits or float32 can be")
     if not 1 <= channels <= _MOST_CHANNELS or min(width, height) < 1:
         raise OSError(f"a TIFF of {width} x {height} pixels and {channels} channels")
+    if tags.get(_FILL_ORDER, (1,))[0] != 1:
+        raise OSError("a TIFF with the bits of each byte in reverse (FillOrder 2)")
     dtype = np.dtype(("<" if data[:1] == b"I" else ">") + _DTYPES[bits[0], formats[0]])
     return Tiff(height, width, channels, dtype.newbyteorder("=").name, lambda: _pixels(data, tags, dtype))
 
@@ -72,7 +79,7 @@ def _tags(data: bytes) -> dict[int, tuple[int, ...]]:
     found: dict[int, tuple[int, ...]] = {}
     for place in range(start + 2, start + 2 + 12 * entries, 12):
         tag, kind, count = struct.unpack_from(f"{order}HHI", data, place)
-        if kind not in _SIZES:
+        if tag not in _READ or tag in found or kind not in _SIZES:  # others could all be as long as the file
             continue
         code = f"{order}{count}{_SIZES[kind]}"
         if struct.calcsize(code) > 4:

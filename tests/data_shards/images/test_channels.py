@@ -3,6 +3,7 @@
 import io
 import itertools
 import struct
+import tracemalloc
 import zlib
 
 import numpy as np
@@ -162,6 +163,34 @@ def test_a_tiff_of_more_than_the_limit_is_refused_before_it_is_decompressed():
     content = tiff(values("u1", 300, 300, 3), compression="deflate")
     with pytest.raises(UnreadableImage, match="more than"):
         read_channels(content, channels=3, limit=PixelLimit(89_999))
+
+
+def _with_entries(content: bytes, entries: list[tuple[int, int, int, int]]) -> bytes:
+    """Put entries of (tag, type, count, value) before those of a little-endian TIFF."""
+    (start,) = struct.unpack_from("<I", content, 4)
+    (count,) = struct.unpack_from("<H", content, start)
+    more = b"".join(struct.pack("<HHII", *each) for each in entries)
+    return content[:start] + struct.pack("<H", count + len(entries)) + more + content[start + 2 :]
+
+
+def test_a_tiffs_tags_that_nothing_reads_take_no_memory():
+    array = values("u1", 300, 400, 3)
+    content = tiff(array)
+    (start,) = struct.unpack_from("<I", content, 4)
+    of_the_whole_file = [(60_000 + number, 1, start, 0) for number in range(500)]
+    hostile = _with_entries(content, of_the_whole_file)
+    tracemalloc.start()
+    try:
+        assert read_channels(hostile, channels=3).height == 300
+        assert tracemalloc.get_traced_memory()[1] < 4 * len(hostile)
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_tiff_whose_bits_are_in_reverse_is_refused():
+    content = _with_entries(tiff(values("u1", 8, 8, 3)), [(266, 3, 1, 2)])
+    with pytest.raises(UnreadableImage, match="FillOrder"):
+        read_channels(content, channels=3)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
