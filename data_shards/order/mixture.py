@@ -115,6 +115,7 @@ def upcoming_shards(
         if beyond:
             more = order.rank_batch(step, rank=(rank + 1) % world_size, world_size=world_size, start=0, stop=beyond)
             shard, epoch = np.concatenate([shard, more.shard]), np.concatenate([epoch, more.epoch])
+        epoch = epoch // order.repeats
         new = shard[epoch > last_epoch[shard]]
         np.maximum.at(last_epoch, shard, epoch)
         yield step, list(dict.fromkeys(new.tolist()))

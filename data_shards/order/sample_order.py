@@ -57,6 +57,8 @@ def refs_in_set_order(samples: Int64s, *, shard_starts: Int64s) -> SampleRefs:
 class LaneStream(ABC):
     """A stream of samples in lanes: the world size must divide `lanes`, and these `global_batch_images`."""
 
+    repeats: int = 1  # showings of a sample in an epoch, which `SampleRefs.epoch` counts
+
     def __init__(self, num_samples: int, *, num_shards: int, lanes: int, global_batch_images: int) -> None:
         self.num_samples, self.num_shards = num_samples, num_shards
         self.lanes, self.global_batch_images = lanes, global_batch_images

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from dataclasses import fields
-from itertools import pairwise
+from itertools import islice, pairwise
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from timm.data.distributed_sampler import RepeatAugSampler
 
 from shardvit.data_shards.errors import UserError
-from shardvit.data_shards.order.mixture import make_order
+from shardvit.data_shards.order.mixture import make_order, upcoming_shards
 from shardvit.data_shards.order.repeats import RepeatedOrder, arrangement, check_repeats
 from shardvit.data_shards.order.sample_order import SampleRefs
 from shardvit.pipeline.recipe.schema import lanes_of
@@ -61,6 +61,18 @@ def test_an_image_is_shown_r_times_a_pass_each_with_its_own_epoch(order: Repeate
     assert max(counts.values()) == order.repeats
     unfinished = sum(count < order.repeats for count in counts.values())
     assert unfinished <= order.lanes  # the last image of each lane
+
+
+@pytest.mark.parametrize(("batch", "start_step"), [(12, 0), (16, 3), (20, 7)])
+def test_a_shard_is_read_ahead_once_a_pass(batch: int, start_step: int):
+    order = order_of([[9, 7, 8]], lanes=2, batch=batch, repeats=3)  # divides none but the first
+    last_read: dict[int, int] = {}
+    for step, shards in islice(upcoming_shards(order, rank=0, world_size=1, start_step=start_step), 20):
+        refs = order.rank_batch(step, rank=0, world_size=1)
+        read = list(zip(refs.shard.tolist(), (refs.epoch // order.repeats).tolist(), strict=True))
+        assert set(shards) == {shard for shard, each in read if each > last_read.get(shard, -1)}
+        for shard, each in read:
+            last_read[shard] = max(each, last_read.get(shard, -1))
 
 
 @law
