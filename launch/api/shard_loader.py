@@ -129,6 +129,9 @@ class OpenedShards(ShardSet):
             raise UserError(f"resume_at {resume_at}, batch_size {batch_size}: give a multiple of the batch, from 0")
         if use == "evaluate" and (resume_at or duration or augment):
             raise UserError("resume_at, duration, augment: an evaluation is one whole pass: leave them out")
+        for name, given in (("mean", mean), ("std", std)):
+            if len(given) != (wanted := self.channels or 3):
+                raise UserError(f"{name} has {len(given)} numbers: give {wanted}, one for each channel")
         if not 0 <= rank < world_size:
             raise UserError(f"rank {rank}: give 0 to {world_size - 1}, below world_size")
 
@@ -147,6 +150,10 @@ class OpenedShards(ShardSet):
             stream = EvalBatches(access, transform=transform, rank=rank, world_size=world_size, batch_size=here)
         else:
             config: Any = SimpleNamespace(image_size=image_size, augment=_augment(augment or {}))  # as of a stage
+            if self.channels and (names := config.augment.of_colours):
+                raise UserError(
+                    f"augment.{names[0]} is for colours of 8 bits, not {self.channels} channels: leave it out"
+                )
             repeats: int = config.augment.repeats
             lanes = lanes_of(batch_size, processes=world_size, repeats=repeats) if lanes == "auto" else lanes
             check_world_size(lanes, world_size=world_size)

@@ -21,7 +21,7 @@ from shardvit.pipeline.stage.pixels import model_input
 from shardvit.pipeline.stage.stage_data import Stage, open_data
 
 SIZES: dict[str, Any] = {"batch_size": 24, "image_size": 16}
-STRONG = {"mixup_alpha": 0.2, "rand_augment": {"magnitude": 9}}
+STRONG = {"mixup_alpha": 0.2, "rand_augment": {"magnitude": 9}, "random_erasing": {"probability": 0.9}}
 
 
 @pytest.fixture(scope="module")
@@ -149,6 +149,25 @@ def test_it_is_the_stream_of_a_run(packed: Path, tmp_path: Path, shards: OpenedS
 def test_what_does_not_fit_is_a_users_mistake(shards: OpenedShards, given: dict[str, Any], said: str):
     with pytest.raises(shardvit.UserError, match=said):
         shards.loader(**SIZES, **given)
+
+
+def test_channels_take_a_mean_of_each_and_no_augmentation_of_colours(tmp_path: Path):
+    for number in range(8):
+        path = tmp_path / "images" / f"class{number % 2}" / f"{number}.npy"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        np.save(path, np.full((16, 16, 1), number, np.uint8))
+    shardvit.pack(tmp_path / "images", tmp_path / "out", channels=1, report=[].append)
+    shards, sizes = shardvit.open_shards(tmp_path / "out" / "train"), {"batch_size": 8, "image_size": 16, "lanes": 1}
+    for given, said in (({}, "mean"), ({"mean": (0.0,)}, "std")):  # three would make three channels of one
+        with pytest.raises(shardvit.UserError, match=f"{said} has 3 numbers: give 1"):
+            shards.loader(**sizes, **given)
+    own = {"mean": (0.0,), "std": (1.0,)}
+    for augment in ({"auto_augment": "3a"}, {"color_jitter": 0.3}, {"rand_augment": {"magnitude": 9}}):
+        with pytest.raises(shardvit.UserError, match=next(iter(augment))):
+            shards.loader(**sizes, **own, augment=augment)
+    (batch,) = islice(shards.loader(**sizes, **own), 1)
+    assert batch.images.shape == (8, 1, 16, 16)
+    assert torch.allclose(batch.images[:, 0, 0, 0].sort().values, torch.arange(8) / 255)
 
 
 def test_a_damaged_image_stops_or_is_replaced_by_a_rule(packed: Path, tmp_path: Path):
