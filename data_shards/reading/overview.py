@@ -5,12 +5,13 @@ given number of labels. Remote shards are fetched whole, so only a few. Damage i
 """
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shardvit.data_shards.errors import CorruptSample, Fault, SampleError, UnreadableImage
+from shardvit.data_shards.errors import CorruptSample, Fault, SampleError, UnreadableImage, UserError
 from shardvit.data_shards.images.channels import open_to_look
 from shardvit.data_shards.images.crops import Pixels
 from shardvit.data_shards.images.decode import USUAL_LIMIT, EncodedImage, PixelLimit, peek_size
@@ -75,11 +76,13 @@ def inspect_shards(
     limit: PixelLimit = USUAL_LIMIT,
     shown: tuple[int, ...] = (),
 ) -> Overview:
-    """Inspect a set and draw `images` from any shards, equally many of each class as far as there are enough."""
+    """Inspect a set and draw `images` from any shards, equally many of each class as far as there are enough; UserError
+    if they lack a channel of `shown`."""
     look = _Inspection(shards, store=store, seed=seed, limit=limit)
     look.read_labels(most_labels)
     sizes, drawn = look.sizes(), look.draw(images)
     look.reader.close()
+    _check_shown(shown, drawn)
     return Overview(
         shards=shards,
         seed=seed,
@@ -93,6 +96,14 @@ def inspect_shards(
         bytes_read=look.bytes_read,
         shown=shown,
     )
+
+
+def _check_shown(shown: tuple[int, ...], drawn: Sequence[DrawnImage]) -> None:
+    for each in drawn if shown else ():
+        if each.pixels.dtype == np.uint8:
+            raise UserError("--channels: the images are colours, red, green and blue: leave it out")
+        if max(shown) > (found := each.pixels.shape[-1]):
+            raise UserError(f"--channels: there is no channel {max(shown)}: {each.key} has {found}")
 
 
 class _Inspection:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.images.decode import read_image
 from shardvit.data_shards.packing.pack import pack
 from shardvit.data_shards.reading.opening import open_shards
@@ -46,6 +47,20 @@ def keys(seen: Overview) -> list[str]:
 
 def noise(height: int, width: int, *, seed: int = 0) -> bytes:
     return png(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8))
+
+
+def test_channels_to_show_are_ones_that_the_images_have(manifest: Manifest, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="--channels: the images are colours"):
+        look(manifest, shown=(3, 2, 1))
+    for number in range(4):
+        path = tmp_path / "images" / f"c{number % 2}" / f"{number}.npy"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        np.save(path, np.zeros((8, 8, 5), np.float32))
+    pack(str(tmp_path / "images"), str(tmp_path / "out"), channels=5, report=lambda line: None)
+    five = open_shards(str(tmp_path / "out" / "train"))
+    assert inspect_shards(five, images=2, shown=(5, 1, 1)).shown == (5, 1, 1)
+    with pytest.raises(UserError, match=r"no channel 6: .* has 5"):
+        inspect_shards(five, images=2, shown=(1, 6, 2))
 
 
 def test_labels_and_sizes_are_those_of_the_samples(manifest: Manifest, samples: list[RawSample]) -> None:
