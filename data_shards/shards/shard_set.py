@@ -283,7 +283,7 @@ class ShardSet:
     damage: tuple[str, ...] = ()  # tolerated damage, a sentence each
     lost_samples: int = 0
     channels: int = 0  # as in `Manifest`, with dtype
-    dtype: str = ""
+    dtype: str = ""  # "" also for sets of several types
 
     @property
     def num_samples(self) -> int:
@@ -354,6 +354,7 @@ def merge_shard_sets(sets: Sequence[ShardSet]) -> ShardSet:
         source=" + ".join(one.source for one in sets),
         shards=ShardTable.join([one.shards for one in sets]),
         digest=hashlib.sha256(json.dumps([one.digest for one in sets]).encode()).hexdigest()[:32],
+        dtype=first.dtype if len({one.dtype for one in sets}) == 1 else "",
         damage=tuple(damage for one in sets for damage in one.damage),
         lost_samples=sum(one.lost_samples for one in sets),
     )

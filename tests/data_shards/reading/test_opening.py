@@ -189,6 +189,17 @@ def test_merged_sets_are_laid_end_to_end(tmp_path: Path):
     assert len(digests) == 4 and all(len(digest) == 32 for digest in digests)
 
 
+def test_a_merged_sets_type_is_that_of_all_its_images(tmp_path: Path):
+    pack_by_hand(tmp_path / "a")
+    eight, sixteen = (
+        replace(open_shards(str(tmp_path / "a")), channels=4, dtype=dtype) for dtype in ("uint8", "uint16")
+    )
+    assert merge_shard_sets([eight, eight]).dtype == "uint8"
+    assert merge_shard_sets([eight, sixteen]).dtype == "" and merge_shard_sets([eight, sixteen]).channels == 4
+    with pytest.raises(UserError, match=r"has 4 channels and .* has 3 channels"):
+        merge_shard_sets([eight, replace(eight, channels=3)])
+
+
 def test_sets_that_do_not_fit_together(tmp_path: Path):
     pack_by_hand(tmp_path / "a")
     first = open_shards(str(tmp_path / "a"))
