@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from shardvit.pipeline.recipe.optimizer import OptimizerConfig
 from shardvit.pipeline.recipe.vocabulary import OptimizerName
 
-_EMBEDDED = ("pos_embed", "position.", "cls_token", "reg_token", "dist_token", "mask_token", "decoder.mask_token")
-"""As in timm: no decay, layer 0."""
-_TOKENS = ("cls_token", "mask_token")
+_TOKENS = ("cls_token", "reg_token", "dist_token", "mask_token", "decoder.mask_token")
+_EMBEDDED = ("pos_embed", "position.", *_TOKENS)  # as in timm: no decay, layer 0
 _DIMENSIONS_QKV = 4  # of flax's kernels of q, k and v: which, heads, channels of a head, inputs
 _EMBEDDING = ("patch_embed.", "stem.")  # reads the pixels: not for Muon
 
@@ -39,7 +38,7 @@ def parameter_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str
             continue
         decays = name in kernels if config.weight_decay_on == "kernels" else _is_matrix(name, parameter)
         decays = decays and name not in exempt
-        decays = decays or (config.weight_decay_on == "matrices_and_tokens" and name.endswith(_TOKENS))
+        decays = decays or (config.weight_decay_on == "matrices_and_tokens" and name in _TOKENS)
         own = config.head_weight_decay if name in (head_kernel, "head.weight") else None  # a pair has both
         decay = (config.weight_decay if own is None else own) if decays else 0.0
         scale = config.layer_decay ** (last - layers.get(name, last)) * (

@@ -76,9 +76,9 @@ def test_our_own_positions_and_the_mask_token_belong_to_the_embedding(config: di
 
 
 def test_a_masked_autoencoder_decays_tokens_if_asked_to_and_has_its_decoder_at_the_top():
-    config = ModelConfig(**TRUNK)
+    config = ModelConfig(**TRUNK, registers=2)
     model = build_masked_autoencoder(config, image_size=8, decoder=DecoderConfig(width=16, depth=1, heads=2))
-    tokens = {"cls_token", "decoder.mask_token"}
+    tokens = {"cls_token", "reg_token", "decoder.mask_token"}
     for on, decay in (("kernels", 0.0), ("matrices", 0.0), ("matrices_and_tokens", 0.1)):
         found = rules(model, weight_decay_on=on)
         assert {found[name][1] for name in tokens} == {decay}, on
