@@ -231,10 +231,8 @@ def _scan_samples(
         scan.class_counts.update(labels)
         if request.options.statistics:
             is_colour = pixels is not None and pixels.dtype == np.uint8
-            measured = (
-                pixels if is_colour == (shards.channels == 0) else None
-            )  # else the set is not known to be of these
-            image = image_statistics(measured, data)
+            fits = is_colour == (shards.channels == 0)  # without a manifest an array's channels have no columns
+            image = image_statistics(pixels if fits else None, data)
             statistics.append(SampleStatistics(int(in_tar[row]), key, None, labels, image))
     if request.options.statistics:
         scan.statistics = to_parquet(statistics, channels=shards.channels)

@@ -18,9 +18,7 @@ class Batch:
     may be on a GPU (`device_prefetch`); the other fields stay on the host, where they are used.
     """
 
-    images: (
-        torch.Tensor
-    )  # uint8 [n, size, size, 3]; with channels (`images.channels`) float32 [n, size, size, channels]
+    images: torch.Tensor  # uint8 [n, size, size, 3]; of `images.channels` float32 [n, size, size, channels]
     mirrored: torch.Tensor  # bool [n]: flip left to right on the device
     labels: torch.Tensor  # int64 [n], or [n, k] padded with -1 where samples have several labels or none
     counted: torch.Tensor  # bool [n]: False for padding and damage in evaluation

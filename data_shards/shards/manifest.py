@@ -36,13 +36,7 @@ _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:")
 _NAMED = re.compile(r"manifest-[A-Za-z0-9_.-]{1,100}\.json")
 _NAMED_URL = re.compile(rf"([^?#]*)/({_NAMED.pattern}|{re.escape(MANIFEST_FILE)})((?:[?#].*)?)", re.DOTALL)
 _PLAIN_FILE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,1000}")  # certainly inside the folder
-_OPTIONAL = (
-    "without_matches_of",
-    "where",
-    "parent",
-    "channels",
-    "dtype",
-)  # fields left out of the file if they are empty
+_OPTIONAL = ("without_matches_of", "where", "parent", "channels", "dtype")  # left out of the file if they are empty
 _MOST_NAME = 1024  # characters of a shard's file
 _MOST = 1 << 48  # samples or bytes of one shard: far beyond any, and sums still fit into 64 bits
 

@@ -183,8 +183,8 @@ def _phases(stage: StageForecast) -> str:
         seconds = each.step_seconds
         times = ["", ""] if seconds is None else [f"{1000 * seconds:.3g}", f"{each.steps * seconds / 3600:.3g}"]
         rows.append([f"{each.image_size} px", f"{each.steps:,}", short(each.training_flops), *times])
-    images = sum(each.steps * each.training_flops for each in stage.phases)
-    share = images / (sum(each.steps for each in stage.phases) * stage.cost.training_flops)
+    flops = sum(each.steps * each.training_flops for each in stage.phases)
+    share = flops / (sum(each.steps for each in stage.phases) * stage.cost.training_flops)
     title = f"{stage.name}: images grow, and take {share:.1%} of the FLOPs of {stage.config.image_size} px alone"
     return f"{title}; other tables are of the last phase\n{table(rows, align='lr')}"
 

@@ -50,9 +50,9 @@ class OptimizerConfig(Strict):
     """Learning rate factor per layer, from the head (1) down to the embedding, as in timm."""
     head_lr_factor: float = Field(default=1.0, gt=0)
     frozen: tuple[str, ...] = ()
-    """Parts not to train: trunk (all but the head), head, patch_embedding, positions, class_token, registers, or
-    patterns of parameter names such as "blocks.0.*". They get no gradient or decay and do not count in the gradient
-    norm."""
+    """Parts not to train: trunk (all but the head), head, patch_embedding, positions, class_token, registers,
+    distillation_token, or patterns of parameter names such as "blocks.0.*". They get no gradient or decay and do not
+    count in the gradient norm."""
     clip_grad_norm: float = Field(default=1.0, ge=0)
     """Clip the global gradient norm to this; 0: no clipping."""
 
