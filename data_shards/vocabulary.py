@@ -44,6 +44,7 @@ class RandomStream(IntEnum):
 
 
 MOST_CHANNELS = 16  # of an image
+IMAGE_TYPES = ("uint8", "uint16", "float32")  # of the values of images read as they are
 DecoderName = Literal["auto", "nvimgcodec", "gpu", "simplejpeg", "pillow"]
 EvalProtocol = Literal["vit", "vit_exact", "big_vision", "big_vision_exact", "timm"]
 CropLaw = Literal["torchvision", "google", "resize_and_crop", "simple_random"]

@@ -82,7 +82,7 @@ def read_channels(data: bytes, *, channels: int | None, limit: PixelLimit = USUA
     check_size(height, width, limit)
     if number != channels and channels is not None:
         raise UnreadableImage(f"it has {number} channels, and {channels} are asked for")
-    return EncodedImage(height, width, partial(_decoded, read, dtype), channels=number, dtype=dtype)
+    return EncodedImage(height, width, partial(_decoded, read, dtype), dtype=dtype)
 
 
 _Read = Callable[[], NDArray[Any]]  # -> [H, W, C] of the file's type

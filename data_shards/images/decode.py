@@ -85,8 +85,7 @@ class EncodedImage:
     decode: Callable[[Box], Pixels]
     jpeg: bytes = b""  # a plain JPEG, whose boxes `decode_together` may take
     decoder: DecoderName = "auto"  # of that
-    channels: int = 3
-    dtype: str = "uint8"  # in the file; of other numbers of channels `images.channels` makes float32
+    dtype: str = "uint8"  # in the file; of which `images.channels` makes float32
 
     def pixels(self, box: Box | None = None) -> Pixels:
         """Decode the box or the whole image: contiguous uint8 [height, width, 3], or of `images.channels` float32

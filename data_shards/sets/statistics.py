@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 from shardvit.data_shards.sets.arrow_columns import arrow_array, numbers_of
 from shardvit.data_shards.shards.location import join
 from shardvit.data_shards.store.ranges import RangedFile
-from shardvit.data_shards.text import parse_json
+from shardvit.data_shards.text import brief, parse_json
+from shardvit.data_shards.vocabulary import MOST_CHANNELS
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -241,4 +242,7 @@ def repeated(digests: NDArray[np.uint64]) -> NDArray[np.bool_]:
 
 def read_facts(metadata: Mapping[bytes, bytes] | None) -> dict[str, Any]:
     """Return what a table says of its set, from the metadata of its schema; KeyError or ValueError if it is another."""
-    return parse_json((metadata or {})[_FACTS])
+    facts = parse_json((metadata or {})[_FACTS])
+    if "channels" in facts and not 0 <= facts["channels"] <= MOST_CHANNELS:  # so many columns get names
+        raise ValueError(f"'channels' is {brief(facts['channels'])}, not 1 to {MOST_CHANNELS}")
+    return facts

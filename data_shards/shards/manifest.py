@@ -22,7 +22,7 @@ from shardvit.data_shards.shards.labels import LabelSpec
 from shardvit.data_shards.shards.location import is_local, join, local_path
 from shardvit.data_shards.shards.row_bitmap import counted_rows
 from shardvit.data_shards.text import brief, one_line
-from shardvit.data_shards.vocabulary import MOST_CHANNELS, LabelKind, LabelPart
+from shardvit.data_shards.vocabulary import IMAGE_TYPES, MOST_CHANNELS, LabelKind, LabelPart
 
 MANIFEST_FILE = "manifest.json"
 MANIFEST_VERSION = 1
@@ -286,6 +286,8 @@ def _check(manifest: Manifest) -> None:
         raise ValueError("'shards' names a file twice")
     if not 0 <= manifest.channels <= MOST_CHANNELS:
         raise ValueError(f"'channels' is {brief(manifest.channels)}, not 1 to {MOST_CHANNELS}")
+    if manifest.dtype not in ("", *IMAGE_TYPES):
+        raise ValueError(f"'dtype' is {brief(manifest.dtype)}, none of {', '.join(IMAGE_TYPES)}")
     for file in files:
         if not _PLAIN_FILE.fullmatch(file):
             _check_inside(file)

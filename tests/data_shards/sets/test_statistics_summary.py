@@ -1,6 +1,7 @@
 """A set's summary against pandas over the whole table; pages from the table alone."""
 
 import io
+import json
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from PIL import Image
 from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.sets import statistics
 from shardvit.data_shards.sets.statistics import SampleStatistics, image_statistics, to_parquet, write_statistics
-from shardvit.data_shards.sets.statistics_summary import summarise
+from shardvit.data_shards.sets.statistics_summary import mean_and_std, summarise
 from shardvit.data_shards.shards.labels import LabelSpec
 from shardvit.data_shards.shards.manifest import Manifest, Shard
 from shardvit.data_shards.store.folders import LocalFolder
@@ -95,3 +96,23 @@ def test_a_missing_or_foreign_table_is_refused(tmp_path):
     pq.write_table(pa.table({"width": [1]}), tmp_path / "statistics.parquet")
     with pytest.raises(UserError, match=r"statistics\.parquet: is no table"):
         summarise(str(tmp_path))
+
+
+def test_means_read_alone_are_the_summarys(tmp_path, monkeypatch):
+    made(tmp_path, monkeypatch=monkeypatch)
+    seen, found = summarise(str(tmp_path)), mean_and_std(str(tmp_path))
+    assert found is not None and found.images == seen.images
+    assert np.allclose(found.mean, seen.mean) and np.allclose(found.std, seen.std)
+
+
+@pytest.mark.parametrize("channels", [10**9, -1, "5"])
+def test_a_table_of_any_number_of_channels_is_refused(tmp_path, monkeypatch, channels):
+    import pyarrow.parquet as pq
+
+    made(tmp_path, monkeypatch=monkeypatch)
+    table = pq.read_table(tmp_path / "statistics.parquet")
+    facts = statistics.read_facts(table.schema.metadata) | {"channels": channels}
+    pq.write_table(table.replace_schema_metadata({b"shardvit": json.dumps(facts)}), tmp_path / "statistics.parquet")
+    for read in (summarise, mean_and_std):
+        with pytest.raises(UserError, match="no table of a set's statistics"):
+            read(str(tmp_path))

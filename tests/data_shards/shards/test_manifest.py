@@ -104,6 +104,8 @@ def test_missing_or_mistyped_entry_is_named(tmp_path: Path, key: str):
         ({"classes": ["b", "a"]}, "label_map"),
         ({"shards": [1]}, "shards"),
         ({"labels": {}}, "labels.part"),
+        ({"channels": 17}, "channels"),
+        ({"channels": 4, "dtype": "int8"}, "dtype"),
         ({"labels": {"part": "json", "key": None, "kind": "single"}}, "'labels'.* a label in json needs a key"),
         ({"shards": [{"file": "x-000000.tar", "num_samples": -1, "num_bytes": 512, "sha256": ""}]}, "num_samples"),
         ({"shards": [{"file": "x-000000.tar", "num_samples": True, "num_bytes": 512, "sha256": ""}]}, "num_samples"),
