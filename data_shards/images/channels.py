@@ -58,7 +58,7 @@ def open_image(
 
 
 def open_to_look(data: bytes, *, channels: int = 0, limit: PixelLimit = USUAL_LIMIT) -> EncodedImage:
-    """As `open_image`; what is no colours is read as it is, to look at tars of which no manifest tells."""
+    """Open as `open_image` does, or an array or TIFF that is no colour image as it is, for tars without a manifest."""
     try:
         return open_image(data, channels=channels, limit=limit)
     except UnreadableImage:
@@ -156,6 +156,6 @@ def as_colours(
 
 
 def usual_range(pixels: Sequence[NDArray[Any]]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and deviation of each channel over some images, for `as_colours` where the set's are unknown."""
+    """Measure each channel's mean and deviation over some images, for `as_colours` where the set's are unknown."""
     values = np.concatenate([each.reshape(-1, each.shape[-1]) for each in pixels]).astype(np.float64)
     return tuple(values.mean(axis=0).tolist()), tuple(values.std(axis=0).tolist())

@@ -14,10 +14,10 @@ class SizePhase:
 
 
 def phase_at(phases: Sequence[SizePhase], *, step: int) -> int:
-    """Number of the phase of `step`; the first begins at step 0. -1 without phases."""
+    """Find the number of the phase of `step`; the first begins at step 0. -1 without phases."""
     return bisect_right(phases, step, key=lambda phase: phase.first_step) - 1
 
 
 def size_at(phases: Sequence[SizePhase], *, step: int) -> int | None:
-    """Side of the images of `step`; None without phases."""
+    """Find the side of the images of `step`; None without phases."""
     return phases[phase_at(phases, step=step)].image_size if phases else None

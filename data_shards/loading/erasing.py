@@ -85,7 +85,7 @@ def _rectangle(numbers: list[float], *, share: float, size: int) -> Box | None:
 
 
 def normal_numbers(count: int) -> NDArray[np.float32]:
-    """The first `count` numbers of the row of noise (Box and Muller, 1958)."""
+    """Make the first `count` numbers of the row of noise (Box and Muller, 1958)."""
     radius, angle = uniforms(RandomStream.ERASING_NOISE, np.arange(-(-count // 2)), draws=2).T
     both = np.sqrt(-2 * np.log1p(-radius)) * np.stack([np.cos(2 * np.pi * angle), np.sin(2 * np.pi * angle)])
     return both.T.ravel()[:count].astype(np.float32)

@@ -138,7 +138,8 @@ def join_manifests(before: Mapping[str, Manifest], added: Mapping[str, Manifest]
             continue
         if (old.channels, old.dtype) != (new.channels, new.dtype):
             raise UserError(
-                f"{old.name} has {_channels(old)}, and what is appended {_channels(new)}: give --channels as then"
+                f"{old.name} has {_channels(old)}, and what is appended {_channels(new)}: give the same "
+                "--channels, and images of that type"
             )
         without = tuple(digest for digest in old.without_matches_of if digest in new.without_matches_of)
         both[split] = replace(old, classes=classes, shards=(*old.shards, *new.shards), without_matches_of=without)

@@ -149,7 +149,7 @@ def _stages(history: Run, *, notes: list[str]) -> list[PageSection]:
         if blocks:
             intro, state = _ONE_RUN if stage.name in curves else "", "closed" if sections else "open"
             if intro and any(event.kind == "image_size" for event in stage.events):
-                intro += " Images grow at rules, too."
+                intro += " Some rules mark where the images grow."
             sections.append(PageSection(stage.name, blocks, intro, stage_brief(history, stage), state))
     return sections
 

@@ -44,7 +44,7 @@ class StageCost:
 
 
 def phase_costs(recipe: Recipe, *, stage: StageName, plan: StagePlan, num_classes: int) -> dict[int, StageCost]:
-    """Cost of one image in each phase of a stage, by the phase's first step: images may grow, and patch dropout end."""
+    """Count the cost of one image in each phase of a stage, by first step: images may grow, and patch dropout end."""
     config = recipe.train_stage(stage)
     ends = {plan.patch_dropout_steps} if 0 < plan.patch_dropout_steps < plan.total_steps else set[int]()
 

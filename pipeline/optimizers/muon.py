@@ -45,12 +45,12 @@ class Muon(PieceAdamW):
 
 
 def scale_of(shape: tuple[int, ...]) -> float:
-    """What an orthogonal update of a matrix is multiplied by, to be as large as AdamW's."""
+    """Return the factor that makes an orthogonal update of a matrix as large as AdamW's."""
     return _RMS * max(shape) ** 0.5
 
 
 def orthogonalising_flops(shape: tuple[int, ...]) -> float:
-    """Of one matrix: in each iteration two products with the larger dimension, and one of squares."""
+    """Count those of one matrix: in each iteration two products with the larger dimension, and one of squares."""
     smaller, larger = sorted(shape)
     return _ITERATIONS * (4.0 * smaller**2 * larger + 2.0 * smaller**3)
 

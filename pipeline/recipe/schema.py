@@ -357,7 +357,7 @@ class Recipe(Strict):
         return lanes_of(stage.global_batch_size, processes=processes, repeats=stage.augment.repeats)
 
     def image_sizes(self, name: StageName) -> tuple[int, ...]:
-        """Sides of a stage's training images, ascending: one, unless they grow."""
+        """List the sides of a stage's training images, ascending: one, unless they grow."""
         size = self.train_stage(name).image_size
         growth = growth_of(size)
         return growth.sizes(size // self.model.grid_size(size)) if growth else (size,)

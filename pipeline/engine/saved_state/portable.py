@@ -99,7 +99,7 @@ class PortableState:
         return torch.cat(pieces) if len(pieces) != 1 else pieces[0]
 
     def moments_of(self, name: str) -> dict[str, torch.dtype]:
-        """Moments of a trained parameter, which under Muon differ."""
+        """Name a trained parameter's moments and their types; under Muon parameters differ."""
         return self._moments.get(self._addresses[name].flat, {}) if name in self._addresses else {}
 
     def whole(self, name: str, *, of: str = WEIGHT) -> Tensor:

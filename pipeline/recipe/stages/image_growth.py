@@ -74,12 +74,12 @@ class GrowingSize(int):
 
 
 def growth_of(image_size: int) -> ImageGrowth | None:
-    """How a stage's images grow; None: they do not."""
+    """Return how a stage's images grow; None: they do not."""
     return image_size.growth if isinstance(image_size, GrowingSize) else None
 
 
 def shown(image_size: int) -> str:
-    """In words: "224 px", or "128 to 224 px"."""
+    """Describe it: "224 px", or "128 to 224 px"."""
     growth = growth_of(image_size)
     return f"{growth.from_} to {growth.to} px" if growth else f"{image_size} px"
 

@@ -131,9 +131,9 @@ class TrainStage(Strict):
     class of a mixed image), ResNet strikes back: 0.2."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     stochastic_depth: float = Field(default=0.0, ge=0, lt=1)
-    """Drop rate of the last block, falling linearly to 0 at the first."""
+    """Drop rate of the last block; stochastic_depth_rule says how it falls towards the first."""
     stochastic_depth_rule: StochasticDepthRule = "linear"
-    """uniform: the same rate in all blocks (DeiT III)."""
+    """linear: falls to 0 at the first block; uniform: the same rate in all blocks (DeiT III)."""
     patch_dropout: float = Field(default=0.0, ge=0, lt=1)
     """Share of patches that a step drops; 0.5 halves the compute (FLIP)."""
     unmasked_finish: DurationText = "0 steps"
