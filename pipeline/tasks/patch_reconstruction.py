@@ -66,10 +66,10 @@ def draw_patches(
     """Draw kept [n, K] and hidden [n, M] patches, int64: in training by (seed, epoch, sample), independent of world
     size, workers and resumes; in evaluations by (seed, sample), the same each time."""
     samples = batch.samples.numpy()
-    key = {
-        "train": (RandomStream.HIDDEN_TRAIN, seed, batch.epochs.numpy(), samples),
-        "eval": (RandomStream.HIDDEN_HELD_OUT, seed, samples),
-    }[use]
-    order = np.argsort(uniforms(*key, draws=num_patches), axis=1, kind="stable")
+    if use == "train":
+        drawn = uniforms(RandomStream.HIDDEN_TRAIN, seed, batch.epochs.numpy(), samples, draws=num_patches)
+    else:
+        drawn = uniforms(RandomStream.HIDDEN_HELD_OUT, seed, samples, draws=num_patches)
+    order = np.argsort(drawn, axis=1, kind="stable")
     kept = kept_patches(num_patches, mask_ratio=mask_ratio)
     return torch.from_numpy(order[:, :kept].copy()), torch.from_numpy(order[:, kept:].copy())

@@ -47,7 +47,7 @@ class PackOptions:
     """Flags of `shardvit pack`."""
 
     name: Annotated[str | None, Parameter(help="Data set's name, in file names too; default: OUT's.")] = None
-    labels: Annotated[Path | None, Parameter(help="CSV, JSONL, parquet of paths and labels, not class folders.")] = None
+    labels: Annotated[Path | None, Parameter(help="CSV (path,label), JSONL or parquet, not class folders.")] = None
     path_column: Annotated[str | None, Parameter(show=False)] = None
     label_column: Annotated[str | None, Parameter(help="There, as --path-column (path), or in a table.")] = None
     image_column: Annotated[str | None, Parameter(help="Bytes or paths in a table; default: the only such.")] = None
@@ -190,11 +190,10 @@ def pack(
     """Pack images into WebDataset shards with a manifest.
 
     SOURCE: a folder or tar of class folders (or of train/, val/, test/ with them), any folder with
-    --labels ("path,label" in the first line), tars of samples, parquet or Arrow tables, patterns and
-    URLs of all these, hf://datasets/OWNER/NAME, a packed set, "digits" (scikit-learn's), or ImageNet,
-    CIFAR, MNIST, Pets, Flowers or VTAB as published. Unreadable images stop it, and all are listed.
-    Interrupted, run it again: the result is byte-identical. docs/your-data.md and docs/corpus.md have
-    the rest: --val, --val-labels, --superclasses, --label-kind, --manifest, --price, --bandwidth.
+    --labels, tars of samples, parquet or Arrow tables, patterns and URLs of all these, a packed set,
+    hf://datasets/OWNER/NAME, "digits" (scikit-learn's), or ImageNet, CIFAR, MNIST, Pets, Flowers or
+    VTAB as published. Unreadable images stop it. Interrupted, run it again: the result is the same.
+    Also --val, --superclasses, --label-kind, --manifest, --price: docs/your-data.md, docs/corpus.md.
 
     Some examples:
         shardvit pack photos/ shards/photos --holdout 0.1
