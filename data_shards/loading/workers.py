@@ -10,6 +10,7 @@ import atexit
 import multiprocessing
 import multiprocessing.connection
 import signal
+import tempfile
 import threading
 import time
 import weakref
@@ -214,6 +215,7 @@ def _described(dataset: NamedItems[Item], shard: int, row: int) -> str:
 
 def start_fork_server() -> None:
     """Start the fork server, which loads torch while this process does other things; no wait, and no effect if it runs.
+    UserError if TMPDIR is too long for its socket.
 
     It blocks the signals that stop a job (a block survives fork and exec): Slurm signals every process, and workers die
     with their server.
@@ -226,6 +228,13 @@ def start_fork_server() -> None:
         resource_tracker.ensure_running()  # the fork server would start it, but starting it unblocks signals
         signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
         forkserver.ensure_running()
+    except OSError as error:
+        if "AF_UNIX" not in str(error):  # it has no errno
+            raise
+        raise UserError(
+            f"TMPDIR: {tempfile.gettempdir()} is too long a path for the data workers' socket: set TMPDIR to one of at "
+            f"most 75 bytes, or data.worker_kind to thread"
+        ) from None
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 

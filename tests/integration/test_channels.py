@@ -69,7 +69,7 @@ def recipe(shards: Path, kind: str, *, processes: int = 1, zero: int = 1) -> dic
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", CHANNELS)
-def test_channels_go_all_the_way(
+def test_channels(
     kind: str, tmp_path: Path, preloaded_environment: Mapping[str, str], capsys: pytest.CaptureFixture[str]
 ):
     channels, shards = CHANNELS[kind], tmp_path / "shards"

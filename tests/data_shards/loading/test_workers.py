@@ -188,3 +188,18 @@ def test_what_a_worker_process_is_sent_does_not_grow_with_the_number_of_shards(
     seen = [batch.keys for batch in TrainLoader(train_batches(large), stop_step=3, workers=2)]
     assert len(seen) == len(expected)
     assert max(sent) < few + 50_000  # they are 2 MB
+
+
+def test_a_temporary_folder_that_is_too_long_for_a_socket_is_named(tmp_path: Path):
+    long = tmp_path / ("x" * 100)
+    long.mkdir()
+    code = "from shardvit.data_shards.loading.workers import start_fork_server as start\nstart()"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "TMPDIR": str(long)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    # later versions of Python fall back on /tmp
+    assert done.returncode == 0 or f"UserError: TMPDIR: {long}" in done.stderr
