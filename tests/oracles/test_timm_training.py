@@ -10,7 +10,7 @@ timm's LAMB over a model in which they are three parameters it is within 1e-5, t
 
 import subprocess
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -55,7 +55,7 @@ class Case:
     model: Mapping[str, Any]  # keys of the recipe's model besides sizes
     stage: Mapping[str, Any]  # keys of the stage
     optimizer: Mapping[str, Any]  # timm's
-    clip: float | None  # timm's --clip-grad, None: the optimizer's own
+    clip: float | None  # timm's --clip-grad; None: that of its LAMB, for q, k and v apart
 
 
 _MIXED = {"mixup_alpha": 0.8, "cutmix_alpha": 1.0, "crop_area": [0.6, 1.0]}
@@ -110,14 +110,22 @@ def set_apart(model: nn.Module) -> None:
 
 
 def recipe_of(
-    case: Case, shards: Path, *, sizes: Mapping[str, Any], image_size: int, batch: int, processes: int, repeats: int
+    case: Case,
+    shards: Path,
+    *,
+    sizes: Mapping[str, Any],
+    image_size: int,
+    batch: int,
+    micro_batch: int,
+    processes: int,
+    repeats: int,
 ) -> Recipe:
     tree = {
         "name": case.name.lower().replace(" ", "-"),
         "seed": 4,
         "processes": processes,
         "model": {**sizes, "gelu": "erf", **case.model},
-        "engine": {"precision": "fp32", "max_micro_batch_size": max(1, batch // 4), "zero_stage": 1},
+        "engine": {"precision": "fp32", "max_micro_batch_size": micro_batch, "zero_stage": 1},
         "stages": {
             "pretrain": {
                 "train": str(shards / str(case.classes) / "train"),
@@ -162,7 +170,11 @@ def batches_of(recipe: Recipe, *, classes: int) -> Iterator[tuple[Tensor, Tensor
 
 
 def timms_losses(
-    case: Case, recipe: Recipe, *, prepare: Callable[[nn.Module], None] = lambda model: None
+    case: Case,
+    recipe: Recipe,
+    *,
+    prepare: Callable[[nn.Module], None] | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> np.ndarray:
     """The losses of timm's step; `prepare` changes the model before its optimizer is made."""
     stage, sizes = recipe.train_stage("pretrain"), recipe.model.sizes
@@ -178,7 +190,9 @@ def timms_losses(
         num_classes=case.classes,
     )
     model.load_state_dict(ours.state_dict(), strict=True)
-    prepare(model)
+    if prepare is not None:
+        prepare(model)
+    model.to(dtype)
     optimizer = create_optimizer_v2(model, lr=1.0, **case.optimizer)
     data = open_data(recipe, stage="pretrain", report=lambda line: None)
     schedule = plan_stage(recipe, stage="pretrain", samples_per_epoch=data.train.num_samples, world_size=1).schedule
@@ -187,7 +201,7 @@ def timms_losses(
         for group in optimizer.param_groups:
             group["lr"] = schedule(step)
         smoothed = shares * (1 - stage.label_smoothing) + stage.label_smoothing / case.classes
-        loss = case.loss(model(images), smoothed)
+        loss = case.loss(model(images.to(dtype)), smoothed.to(dtype))
         optimizer.zero_grad()
         loss.backward()
         if case.clip:
@@ -211,15 +225,25 @@ TINY = partial(
     sizes={"width": 32, "depth": 2, "heads": 2, "patch_size": 4},
     image_size=16,
     batch=32,
+    micro_batch=8,
     processes=2,
     repeats=3,
 )
 
 
-def compare(measured: Measured, case: Case, ours: np.ndarray, theirs: np.ndarray, *, size: str, oracle: str) -> None:
+def compare(
+    measured: Measured,
+    case: Case,
+    ours: np.ndarray,
+    theirs: np.ndarray,
+    *,
+    size: str,
+    oracle: str,
+    below: float = BELOW,
+) -> None:
     assert theirs[-20:].mean() < 0.95 * theirs[:5].mean(), "it does not learn"
     semantic = f"{STEPS} steps: {case.name}, {size}"
-    measured(semantic, oracle, "losses of all steps", ours / theirs, np.ones(STEPS), below=BELOW)
+    measured(semantic, oracle, "losses of all steps", ours / theirs, np.ones(STEPS), below=below)
 
 
 def test_deit(digits: Path, run_preloaded: Run, measured: Measured) -> None:
@@ -238,3 +262,25 @@ def test_deit_3(digits: Path, run_preloaded: Run, measured: Measured) -> None:
     semantic, what = f"{STEPS} steps: DeiT III, tiny", "losses of all steps"
     measured(semantic, "timm, q, k and v as one", what, ours / plain, np.ones(STEPS), below=1e-3)
     assert np.abs(ours / plain - 1).max() > 5 * np.abs(ours / theirs - 1).max(), "rounding hides the difference"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("case", [DEIT, DEIT_3], ids=lambda case: case.name)
+def test_of_size_s(case: Case, digits: Path, run_preloaded: Run, measured: Measured) -> None:
+    """Width, depth and heads of the real model, on few patches, at a fifth of the peak rate.
+
+    Adam makes rounding grow: timm's own float32 is 3e-6 from float64 here for DeiT, and 1e-4 at half of this rate. So
+    float64 is the oracle, and how far timm's float32 is from it the measure.
+    """
+    calm = {**case.stage["optimizer"], "lr": case.stage["optimizer"]["lr"] / 5}
+    case = replace(case, stage={**case.stage, "optimizer": calm})
+    sizes = {"width": 384, "depth": 12, "heads": 6, "patch_size": 16}
+    recipe = recipe_of(case, digits, sizes=sizes, image_size=64, batch=32, micro_batch=32, processes=1, repeats=1)
+    ours = our_losses(recipe, folder=digits, run=run_preloaded)
+    run = partial(timms_losses, case, recipe, prepare=set_apart if case.clip is None else None)
+    theirs, exact = run(), run(dtype=torch.float64)
+    compare(measured, case, ours, exact, size="S/16", oracle="timm in float64", below=1e-3)
+    compare(measured, case, theirs, exact, size="S/16, timm's own", oracle="timm in float64", below=1e-3)
+    rounding = np.maximum.accumulate(np.abs(theirs / exact - 1))
+    assert (np.abs(ours / exact - 1) <= 5 * rounding + 1e-6).all()
