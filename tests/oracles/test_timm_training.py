@@ -274,13 +274,13 @@ def test_of_size_s(case: Case, digits: Path, run_preloaded: Run, measured: Measu
     float64 is the oracle, and how far timm's float32 is from it the measure.
     """
     calm = {**case.stage["optimizer"], "lr": case.stage["optimizer"]["lr"] / 5}
-    case = replace(case, stage={**case.stage, "optimizer": calm})
+    case = replace(case, name=f"{case.name} S", stage={**case.stage, "optimizer": calm})
     sizes = {"width": 384, "depth": 12, "heads": 6, "patch_size": 16}
     recipe = recipe_of(case, digits, sizes=sizes, image_size=64, batch=32, micro_batch=32, processes=1, repeats=1)
     ours = our_losses(recipe, folder=digits, run=run_preloaded)
     run = partial(timms_losses, case, recipe, prepare=set_apart if case.clip is None else None)
     theirs, exact = run(), run(dtype=torch.float64)
-    compare(measured, case, ours, exact, size="S/16", oracle="timm in float64", below=1e-3)
-    compare(measured, case, theirs, exact, size="S/16, timm's own", oracle="timm in float64", below=1e-3)
+    compare(measured, case, ours, exact, size="64 px", oracle="timm in float64", below=1e-3)
+    compare(measured, case, theirs, exact, size="64 px, timm's own float32", oracle="timm in float64", below=1e-3)
     rounding = np.maximum.accumulate(np.abs(theirs / exact - 1))
     assert (np.abs(ours / exact - 1) <= 5 * rounding + 1e-6).all()
