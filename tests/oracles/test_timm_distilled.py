@@ -57,7 +57,8 @@ def test_timm_loads_our_folder_and_computes_the_same_as_a_mean_and_in_training_a
     with torch.no_grad():
         expected = ours(IMAGES)
         assert torch.equal(again.eval()(IMAGES), expected) and expected.abs().mean() > 0.1
-        measured(f"ViT: distillation token, {more}", "timm", "logits", expected, theirs(IMAGES))
+        besides = "".join(f", {key} {value}" for key, value in more.items())
+        measured(f"ViT: distillation token{besides}", "timm", "logits", expected, theirs(IMAGES))
         theirs.set_distilled_training()
         ours.teaches_both = True
         for own, other in zip(ours.train()(IMAGES), theirs.train()(IMAGES), strict=True):

@@ -60,7 +60,7 @@ def test_timm_loads_our_folder_and_computes_the_same(
             assert "relative" in words(more) or "learned_2d" in words(more) or (pool == "map" and "rope" in more)
             return
         theirs = timm.create_model(f"local-dir:{tmp_path / 'model'}", pretrained=True).eval()
-        measured(f"ViT: {pool}, {config.later_blocks}", "timm", "logits", expected, theirs(IMAGES))
+        measured(f"ViT: {pool}, {config.later_blocks or 'no later block'}", "timm", "logits", expected, theirs(IMAGES))
         assert expected.abs().mean() > 0.1
 
 
