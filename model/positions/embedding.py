@@ -198,7 +198,7 @@ def sincos_2d(grid_size: int, width: int, *, law: Literal["big_vision", "mae"] =
 
 @lru_cache(maxsize=4)
 def _sincos_there(grid_size: int, width: int, *, law: Literal["big_vision", "mae"], device: torch.device) -> Tensor:
-    """The same on a device; cached, as copying makes the host wait."""
+    """Make `sincos_2d` on a device; cached, as copying makes the host wait."""
     return sincos_2d(grid_size, width, law=law).to(device)
 
 

@@ -183,7 +183,7 @@ def _exaflops(run: Run, stage: RunStage) -> float | None:
 
 
 def _exaflops_of_phases(recipe: Recipe, stage: RunStage, *, num_classes: int) -> float | None:
-    """The same where images grow."""
+    """Count those of a stage whose images grow, phase by phase."""
     if (images := _training_images(stage)) is None:
         return None
     plan = plan_stage(recipe, stage=stage.name, samples_per_epoch=images, world_size=1)
