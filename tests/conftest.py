@@ -16,7 +16,7 @@ from tests.preloaded.server import preloaded
 
 ROOT = Path(__file__).resolve().parent.parent
 
-pytest_plugins = ["tests.unstable", "tests.side_by_side"]
+pytest_plugins = ["tests.unstable", "tests.side_by_side", "tests.suite_record"]
 
 # Two processes with as many threads each as there are cores slow one another down several times. Set before torch is
 # imported, and inherited by the processes that tests start.

@@ -35,7 +35,7 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     if node_id := os.environ.pop(NODE_ID, None):
         config.args = [os.path.join(config.rootpath, node_id)]  # pathlib would change an id such as "test_it[a//b]"
-        for output in ("xmlpath", "faults_table", "table"):  # these files are of the whole session
+        for output in ("xmlpath", "faults_table", "suite_record", "table"):  # these files are of the whole session
             setattr(config.option, output, None)
         config.pluginmanager.register(_Alone())
     elif not config.option.usepdb:
