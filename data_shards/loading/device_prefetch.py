@@ -91,8 +91,10 @@ class CudaCopies:
     """Copy through page-locked buffers, used in turn, on a stream beside the current one."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch.cuda.Stream(device)
+        # A thread's current GPU is the first, whatever this one's is, and torch selects none by the name "cuda".
+        is_this_threads = device.type == "cuda" and device.index is None
+        self._device = torch.device("cuda", torch.cuda.current_device()) if is_this_threads else device
+        self._stream = torch.cuda.Stream(self._device)
         self._buffers: list[dict[str, torch.Tensor]] = [{} for _ in range(STAGES)]  # uint8 [bytes], by field
         self._waits: list[Callable[[], object]] = [bool] * STAGES  # for the last copy out of each buffer
         self._turn = 0

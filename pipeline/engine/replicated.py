@@ -86,6 +86,8 @@ class ReplicatedEngine(Engine):
         # torch marks optimizers that read `grad_scale` and `found_inf` on the device this way.
         self._skips_on_device = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
         if self._ddp is not None:
+            # DDP reads its timers in the first ten steps and then at this rate, synchronising with the device.
+            self._ddp._set_ddp_runtime_logging_sample_rate(_NEVER)
             settle_buckets(self._ddp)
         self._clear_gradients()
 
@@ -207,10 +209,7 @@ class DdpEngine(ReplicatedEngine):
             if ranks.place.world_size == 1:
                 return plain
             bucket_mib = bucket_elements(config, world_size=ranks.place.world_size) * dtype.itemsize / _MIB
-            ddp = DistributedDataParallel(plain, bucket_cap_mb=bucket_mib, gradient_as_bucket_view=True)
-            # DDP reads its timers in the first ten steps and then at this rate, synchronising with the device.
-            ddp._set_ddp_runtime_logging_sample_rate(_NEVER)
-            return ddp
+            return DistributedDataParallel(plain, bucket_cap_mb=bucket_mib, gradient_as_bucket_view=True)
 
         super().__init__(model, wrap=wrap, computes_in=dtype, scaler=scaler, stage=stage, plan=plan, ranks=ranks)
 
@@ -247,7 +246,8 @@ class AccelerateEngine(ReplicatedEngine):
 
 
 class InOrder(nn.Module):
-    """Wraps a model for DDP: called without inputs, it touches every trained parameter in order."""
+    """Wraps a model for DDP: called with None, it touches every trained parameter in order. (A DDP that knows its GPU,
+    as accelerate's, cannot be called without inputs.)"""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -256,8 +256,8 @@ class InOrder(nn.Module):
         buffers = [f"model.{name}" for name, _ in model.named_buffers()]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self, buffers)
 
-    def forward(self, *inputs: Tensor) -> Tensor:
-        if inputs:
+    def forward(self, *inputs: Any) -> Tensor:
+        if inputs[0] is not None:
             return self.model(*inputs)
         return torch.stack([each.reshape(-1)[0] for each in self.model.parameters() if each.requires_grad])
 
@@ -266,4 +266,4 @@ def settle_buckets(ddp: nn.Module) -> None:
     """Make DDP cut its buckets before the first step; collective, reduces zeros once, leaves zero gradients. By itself
     it cuts them after the first backward pass, in gradient order. A gradient's place in a message decides in which
     order three or more ranks are summed, so a resumed run's first step would differ in the last bits."""
-    (0.0 * ddp().float()).sum().backward()
+    (0.0 * ddp(None).float()).sum().backward()

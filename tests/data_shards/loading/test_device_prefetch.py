@@ -65,6 +65,7 @@ class Gpu:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: list[str] = []
         self.allocated: list[int] = []
+        self.devices: list[torch.device] = []  # that were set
         self.copies: list[Callable[[], object]] = []  # begun since the last event
         gpu = self
 
@@ -95,7 +96,8 @@ class Gpu:
         stand_ins = {"Stream": lambda device: "side", "Event": Event, "stream": on}
         stand_ins |= {
             "current_stream": lambda device: Current(),
-            "set_device": lambda device: self._called("set device"),
+            "set_device": lambda device: self._called("set device", device),
+            "current_device": lambda: 3,
         }
         for name, stand_in in stand_ins.items():
             monkeypatch.setattr(cuda, name, stand_in)
@@ -103,8 +105,9 @@ class Gpu:
         monkeypatch.setattr(device_prefetch, "_page_locked", self._page_locked)
         monkeypatch.setattr(device_prefetch, "_sent", self._sent)
 
-    def _called(self, name: str) -> None:
+    def _called(self, name: str, *devices: torch.device) -> None:
         self.calls.append(name)
+        self.devices += devices
 
     def _page_locked(self, num_bytes: int) -> torch.Tensor:
         self.allocated.append(num_bytes)
@@ -202,6 +205,13 @@ def test_the_calls_to_a_gpu_are_in_the_order_that_makes_them_safe(gpu: Gpu):
     assert gpu.calls.count("host waits") == 1
 
 
+def test_the_thread_selects_the_gpu_of_whoever_made_it(gpu: Gpu):
+    """By its number: what a command is given is "cuda", which torch does not select, and a new thread is on the first."""
+    for device in (torch.device("cuda"), torch.device("cuda", 1)):
+        CudaCopies(device).prepare()
+    assert gpu.devices == [torch.device("cuda", 3), torch.device("cuda", 1)]
+
+
 def test_the_stated_page_locked_memory_is_enough(gpu: Gpu):
     copies = CudaCopies(CPU)
     for number in range(5):
@@ -212,9 +222,10 @@ def test_the_stated_page_locked_memory_is_enough(gpu: Gpu):
 
 
 @pytest.mark.gpu
-def test_batches_come_to_a_gpu():
-    device = torch.device("cuda", torch.cuda.current_device())
-    prefetch = prefetch_to_device(Stream(20), device=device)
+@pytest.mark.parametrize("named", ["cuda", "cuda:0"])
+def test_batches_come_to_a_gpu(named: str):
+    device = torch.device("cuda", 0)
+    prefetch = prefetch_to_device(Stream(20), device=torch.device(named))
     for number, (one, other) in enumerate(zip(prefetch, Stream(20), strict=True)):
         assert one.images.device == one.labels.device == one.mirrored.device == device, number
         for name in ("images", "mirrored", "labels"):

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardvit.pipeline.engine.replicated import DdpEngine
+from shardvit.pipeline.engine.replicated import DdpEngine, InOrder, settle_buckets
 from shardvit.pipeline.engine.saved_state.state_files import write_file
 from shardvit.pipeline.ranks.group import Ranks
 from shardvit.pipeline.ranks.place import Place
@@ -159,3 +160,12 @@ def test_a_loss_scale_is_saved_and_goes_on(make, tmp_path):
         train(engine, steps=25)
         train(other, steps=25)
         assert scaler.state_dict() == other_scaler.state_dict() and same(everything(engine), everything(other))
+
+
+def test_buckets_are_settled_where_ddp_moves_its_inputs_to_a_gpu(alone: Ranks):
+    """As accelerate's on GPUs, which names the device: such a DDP takes what it is called with from a list."""
+    ddp = DistributedDataParallel(InOrder(model_of()), gradient_as_bucket_view=True)
+    ddp.device_ids = [0]
+    settle_buckets(ddp)
+    assert all(each.grad is not None and not each.grad.any() for each in ddp.parameters())
+    assert ddp(torch.ones(4, 8)).shape == (4, 8)

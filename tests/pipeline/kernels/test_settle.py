@@ -2,16 +2,21 @@
 
 import contextlib
 import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional
 
 from shardvit.data_shards.errors import UserError
 from shardvit.model.config import ModelConfig
 from shardvit.model.vit import build_model
 from shardvit.pipeline.kernels.attention import AttentionCase
+from shardvit.pipeline.kernels import settle
 from shardvit.pipeline.kernels.settle import deterministic_algorithms, fp32_products, repeats_bits, settled_kernels
 from shardvit.pipeline.recipe.schema import Recipe
 
@@ -58,6 +63,55 @@ def test_a_workspace_that_repeats_nothing_is_refused(monkeypatch: pytest.MonkeyP
         deterministic_algorithms().__enter__()
 
 
+def recipe_of(model: ModelConfig, *, image_size: int, **engine: str) -> Recipe:
+    stage = {
+        "train": "none",
+        "eval": "none",
+        "image_size": image_size,
+        "global_batch_size": 8,
+        "duration": "1 steps",
+        "optimizer": {"name": "adamw", "lr": 1e-3},
+    }
+    of_model = model.model_dump(exclude_unset=True)
+    content = {"name": "x", "model": of_model, "engine": {"compile": "off", **engine}}
+    return Recipe.model_validate({**content, "stages": {"pretrain": stage}})
+
+
+@pytest.mark.parametrize(("deterministic", "expected"), [("on", ":4096:8"), ("off", None)])
+def test_a_stage_that_repeats_its_bits_by_itself_prepares_for_one_that_does_not(monkeypatch, deterministic, expected):
+    """Torch reads the variable once, at the first matrix product of a process: pre-training's, not fine-tuning's."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")  # so that it is put back
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    monkeypatch.setattr(settle, "repeats_bits", lambda *arguments, **options: True)
+    recipe = recipe_of(ModelConfig(variant="S/16"), image_size=224, deterministic=deterministic)
+    with settled_kernels(recipe, stage="pretrain", model=nn.Linear(1, 1), device=torch.device("cuda", 0)):
+        assert os.environ.get("CUBLAS_WORKSPACE_CONFIG") == expected
+        assert not torch.are_deterministic_algorithms_enabled()
+
+
+TWO_STAGES = """
+import torch
+from shardvit.model.vit import build_model
+from shardvit.pipeline.kernels.settle import settled_kernels
+from test_settle import ModelConfig, recipe_of
+
+config = ModelConfig(width=128, depth=1, heads=2, patch_size=16)
+for size, switched in ((224, False), (384, True)):
+    recipe = recipe_of(config, image_size=size, precision="bf16")
+    model = build_model(config, image_size=size, num_classes=2, head="linear").to("cuda", torch.bfloat16)
+    with settled_kernels(recipe, stage="pretrain", model=model):
+        first = torch.cuda.get_device_capability()[0] not in (9, 10)
+        assert torch.are_deterministic_algorithms_enabled() == (switched or first)
+        model(torch.randn(2, 3, size, size, device="cuda", dtype=torch.bfloat16)).sum().backward()
+"""
+
+
+@pytest.mark.gpu
+def test_stages_with_and_without_torchs_deterministic_algorithms_share_a_process():
+    environ = {name: value for name, value in os.environ.items() if name != "CUBLAS_WORKSPACE_CONFIG"}
+    subprocess.run([sys.executable, "-c", TWO_STAGES], env=environ, cwd=Path(__file__).parent, check=True)
+
+
 @pytest.mark.parametrize("model", [{"variant": "R50+ViT-B/16"}, {"resnet_layers": [1, 1]}], ids=str)
 def test_a_model_with_convolutions_says_so(model):
     if "variant" in model:
@@ -75,23 +129,7 @@ def test_attention_of_a_settled_stage_repeats_its_bits(tokens, head_size, precis
     heads, size = 8, int((tokens - 1 if tokens in (197, 257, 577) else tokens) ** 0.5)
     has_token = size * size != tokens
     model = ModelConfig(width=heads * head_size, depth=1, heads=heads, patch_size=4, pool="cls" if has_token else "gap")
-    recipe = Recipe.model_validate(
-        {
-            "name": "x",
-            "model": model.model_dump(exclude_unset=True),
-            "engine": {"precision": precision, "compile": "off"},
-            "stages": {
-                "pretrain": {
-                    "train": "none",
-                    "eval": "none",
-                    "image_size": 4 * size,
-                    "global_batch_size": 8,
-                    "duration": "1 steps",
-                    "optimizer": {"name": "adamw", "lr": 1e-3},
-                }
-            },
-        }
-    )
+    recipe = recipe_of(model, image_size=4 * size, precision=precision)
     built = build_model(recipe.model, image_size=4 * size, num_classes=2, head="linear")
     with settled_kernels(recipe, stage="pretrain", model=built, device=torch.device("cuda", 0)):
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[precision]
