@@ -21,6 +21,8 @@ import torch
 from timm.layers import DropPath, PatchDropout
 from torch import Tensor, nn
 
+from shardvit.model.layers.chosen_tokens import chosen_tokens
+
 _WORDS = 2**32
 _HALF = 2**31  # words are stored as int32: subtracting 2^31 keeps their order
 _PIECE = 2**16  # elements
@@ -191,7 +193,7 @@ class SamplePatchDropout(PatchDropout):
         # Bijections, so no two patches of a sample are equal.
         ranks = mix_words(table * factor[:, None] + summand[:, None]).argsort(dim=1)
         stay = ranks[:, : max(1, int(count * (1 - self.prob)))]  # as many as timm's
-        return torch.cat([prefix, patches.gather(1, stay[..., None].expand(-1, -1, x.shape[-1]))], dim=1)
+        return torch.cat([prefix, chosen_tokens(patches, stay)], dim=1)
 
 
 def by_sample(model: nn.Module) -> None:

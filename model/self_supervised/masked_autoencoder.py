@@ -23,6 +23,7 @@ from torch.nn import functional
 
 from shardvit.model.config import DecoderConfig, ModelConfig
 from shardvit.model.init import initialise
+from shardvit.model.layers.chosen_tokens import chosen_tokens
 from shardvit.model.positions.embedding import SinCos2d, sincos_2d, starting_numbers
 from shardvit.model.vit import TIMM_GELU, PositionedVit, build_model, encode
 
@@ -66,8 +67,8 @@ class MaskedAutoencoderVit(PositionedVit):
         if kept is None or hidden is None:
             return self.head(self.pool(encode(self, tokens)))
         prefix, patches = tokens.tensor_split([self.num_prefix_tokens], dim=1)
-        visible = patches.gather(1, kept[..., None].expand(-1, -1, patches.shape[-1]))
-        return self.decoder(encode(self, torch.cat([prefix, visible], dim=1)), kept, hidden)
+        visible = torch.cat([prefix, chosen_tokens(patches, kept)], dim=1)
+        return self.decoder(encode(self, visible), kept, hidden)
 
 
 def trunk_config(config: ModelConfig) -> ModelConfig:

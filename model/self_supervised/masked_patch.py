@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from shardvit.model.config import NO_REGULARISATION, ModelConfig, Regularisation
 from shardvit.model.init import initialise
+from shardvit.model.layers.chosen_tokens import chosen_tokens
 from shardvit.model.vit import PositionedVit, Vit, build_model, encode
 from shardvit.model.vocabulary import COLOUR_LEVELS, COLOURS
 
@@ -27,7 +28,7 @@ class MaskedPatchVit(Vit):
         [n, N], int64, names the patch whose embedding each patch gets, or N for the mask token."""
         x = self._pos_embed(corrupt(self.patch_embed(images), source=source, mask_token=self.mask_token))
         patches = encode(self, x)[:, self.num_prefix_tokens :]
-        return self.head(patches.gather(1, corrupted[..., None].expand(-1, -1, patches.shape[-1])))
+        return self.head(chosen_tokens(patches, corrupted))
 
 
 class MaskedPatchPositionedVit(MaskedPatchVit, PositionedVit):  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.loading.batch import Batch
+from shardvit.pipeline.stage.pixels import to_device
 
 
 class Gather(Protocol):
@@ -46,7 +47,7 @@ class OwnMetrics:
             self._columns.append(torch.stack(columns, dim=1))
         if self._counters and batch.counted.any():
             if not batch.counted.all():
-                rows = batch.counted.nonzero()[:, 0].to(outputs.device)
+                rows = to_device(batch.counted.nonzero()[:, 0], outputs.device)
                 outputs, targets = tree_map_only(torch.Tensor, lambda each: each[rows], (outputs, targets))
             for counter in self._counters.values():
                 counter.update(outputs, targets)

@@ -18,6 +18,7 @@ from shardvit.launch.bench.operations import Operations, count
 from shardvit.model.loss import loss_function
 from shardvit.model.vocabulary import COLOURS, LossKind
 from shardvit.pipeline.evaluation.evaluate import run_model
+from shardvit.pipeline.evaluation.own_metrics import OwnMetrics
 from shardvit.pipeline.stage.pixels import to_device
 from shardvit.pipeline.stage.task import Classification, Task
 from shardvit.pipeline.tasks.patch_corruption import MaskedPatches
@@ -102,6 +103,25 @@ def test_an_evaluation_waits_for_none_of_its_batches(task: Any, counted: int):
     with Operations() as counter:
         kept = run_model([batch(), batch(counted=counted), batch()], task=task, faults=faults)
     assert [len(each) for each in kept.columns] == [COUNT] * 3 and not counter.waits
+
+
+class Sums:
+    """A metric of the user's own that wants only rows that count."""
+
+    def __init__(self) -> None:
+        self.rows = 0
+
+    def update(self, outputs: torch.Tensor, targets: torch.Tensor) -> None:
+        self.rows += len(outputs) * (len(outputs) == len(targets))
+
+
+@pytest.mark.parametrize("counted", [COUNT, 4, 0])
+def test_own_metrics_wait_for_none_of_their_batches(counted: int):
+    measure = OwnMetrics({"sums": Sums, "first": lambda outputs, targets: outputs[:, 0]})
+    with Operations() as counter:
+        measure.update(batch(counted=counted), torch.empty(COUNT, 3, device=META), torch.empty(COUNT, device=META))
+    assert measure._counters["sums"].rows == counted
+    assert "a blocking copy" not in counter.waits
 
 
 def test_the_counter_would_see_what_waits():

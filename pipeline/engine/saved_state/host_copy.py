@@ -31,6 +31,8 @@ class HostBuffer:
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.is_refused = device, False
+        # One for all copies: of torch's 32, given in turn, one is NCCL's, whose messages would wait for a whole copy.
+        self.stream: torch.cuda.Stream | None = None
         self._bytes = torch.empty(0, dtype=torch.uint8)
         self._locked: list[int] = []  # addresses of the first pieces
         self._unlock: Callable[[], object] = bool
@@ -157,8 +159,7 @@ class HostCopy:
         return parts, tuple(file.moved(targets) for file in self._files)
 
     def _order(self, parts: Sequence[_Part]) -> None:
-        device = self._buffer.device
-        stream = torch.cuda.Stream(device)
+        stream = self._buffer.stream = self._buffer.stream or torch.cuda.Stream(self._buffer.device)
         assert self._written is not None
         stream.wait_event(self._written)
         with torch.cuda.stream(stream):

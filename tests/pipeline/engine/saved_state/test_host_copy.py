@@ -14,7 +14,7 @@ from shardvit.pipeline.engine.saved_state import host_copy
 from shardvit.pipeline.engine.saved_state.host_copy import HostBuffer, HostCopy, copy_bytes
 from shardvit.pipeline.engine.saved_state.state_files import Abandoned, StateFile, state_file, text_file
 
-CPU = torch.device("cpu")
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
 def loaded(file: StateFile) -> Any:
@@ -138,6 +138,34 @@ def test_the_copying_thread_works_on_the_engines_device(monkeypatch: pytest.Monk
     copying.wait()
 
 
+def test_all_copies_share_one_stream_which_waits_for_the_state_to_be_written(monkeypatch: pytest.MonkeyPatch):
+    """Torch gives 32 streams in turn, and NCCL has one of them."""
+    calls: list[str] = []
+
+    class Stream:
+        def __init__(self, device: torch.device) -> None:
+            calls.append("made")
+
+        def wait_event(self, event: Any) -> None:
+            calls.append("waits for what was written")
+
+    class Event:
+        def __init__(self, *, blocking: bool = False) -> None:
+            self.blocking = blocking
+
+        def record(self, stream: Any) -> None:
+            calls.append("copied" if self.blocking else "written")
+
+    stand_ins = {"Stream": Stream, "Event": Event, "stream": contextlib.nullcontext}
+    for name, stand_in in {**stand_ins, "current_stream": lambda device: None}.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    buffer = HostBuffer(CUDA)
+    copying = [HostCopy([], buffer=buffer) for _ in range(2)]
+    for each in copying:
+        each._order([])
+    assert calls == ["written", "written", "made", *["waits for what was written", "copied"] * 2]
+
+
 class Cudart:
     """Notes what is page-locked: (address, bytes) in order; refuses from the call `refuses` on."""
 
@@ -166,9 +194,6 @@ class Cudart:
 
     def _forget(self) -> None:
         self.forgotten += 1
-
-
-CUDA = torch.device("cuda", 0)
 
 
 def test_memory_is_locked_in_pieces_once_for_all_saves_and_let_go(monkeypatch: pytest.MonkeyPatch):
