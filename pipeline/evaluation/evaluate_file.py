@@ -29,6 +29,7 @@ from shardvit.model.saved.model_folder import SavedModelMeta
 from shardvit.model.vocabulary import LOSSES
 from shardvit.pipeline.evaluation.evaluate import Exchange, evaluate
 from shardvit.pipeline.evaluation.truth import EvalRequest, Truth, what_is_asked
+from shardvit.pipeline.kernels.settle import fp32_products
 from shardvit.pipeline.own_code.by_path import load_own, trust_file
 from shardvit.pipeline.ranks.place import Place
 from shardvit.pipeline.runs.evaluations import Evaluation
@@ -162,7 +163,8 @@ def _task(predictor: Predictor, truth: Truth) -> Classification:
 
     @torch.inference_mode()
     def logits(images: torch.Tensor) -> torch.Tensor:
-        every = predictor.logits(images).float()
+        with fp32_products("ieee"):
+            every = predictor.logits(images).float()
         return every if chosen is None else every[:, chosen]
 
     engine: Any = SimpleNamespace(

@@ -70,7 +70,8 @@ def settled_kernels(
             cases = _attention_cases(model, recipe, stage=stage, device=device)
         if device.type == "cuda":
             tags["shardvit.deterministic"] = engine.deterministic
-            if engine.deterministic == "on":  # torch looks at the process's first product only: a later stage may need it
+            if engine.deterministic == "on":
+                # Torch reads it once, at the process's first matrix product, and a later stage may need it.
                 os.environ.setdefault(_WORKSPACE, _REPEATING_WORKSPACES[0])
             convolves = recipe.model.has_convolutions
             if engine.deterministic == "on" and not repeats_bits(cases, asked=engine.attention, convolves=convolves):

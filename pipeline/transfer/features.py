@@ -40,6 +40,7 @@ from shardvit.data_shards.shards.shard_set import ShardSet
 from shardvit.data_shards.store.store import Store
 from shardvit.data_shards.vocabulary import GOOGLES, Normalisation, RandomStream
 from shardvit.model.layers.head import MlpHead
+from shardvit.pipeline.kernels.settle import fp32_products
 from shardvit.pipeline.ranks.start_clock import StartClock
 from shardvit.pipeline.recipe.vocabulary import FeatureLayer
 from shardvit.pipeline.stage.pixels import model_input
@@ -175,7 +176,8 @@ class FeatureStore:
 
     @torch.inference_mode()
     def _forward(self, images: torch.Tensor) -> None:
-        self._model(images)
+        with fp32_products("ieee"):
+            self._model(images)
         self.forward_passes += 1
 
 

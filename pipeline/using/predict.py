@@ -31,6 +31,7 @@ from shardvit.data_shards.vocabulary import Normalisation
 from shardvit.model.formats.programs import ONNX_ENDING, open_onnx
 from shardvit.model.loss import probabilities
 from shardvit.model.saved.model_folder import SavedModelMeta, build_described
+from shardvit.pipeline.kernels.settle import fp32_products
 from shardvit.pipeline.ranks.process import settle_threads
 from shardvit.pipeline.recipe.vocabulary import WeightsKind
 from shardvit.pipeline.stage.pixels import model_input
@@ -56,7 +57,8 @@ class Predictor:
     @torch.inference_mode()
     def __call__(self, images: torch.Tensor) -> torch.Tensor:
         """Images on any device -> logits, float32 [B, classes] on the CPU."""
-        return self.logits(images.to(self.device)).float().cpu()
+        with fp32_products("ieee"):  # torch has cuDNN convolve in TF32
+            return self.logits(images.to(self.device)).float().cpu()
 
 
 @dataclass(frozen=True)

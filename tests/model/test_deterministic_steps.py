@@ -85,7 +85,9 @@ def test_a_classifiers_step(kind: dict[str, Any], size: int):
         del rates["patch_dropout"]
     if size != SIZE and config.position == "relative":
         pytest.skip("relative positions have one size")
-    model = build_model(config, image_size=SIZE, num_classes=CLASSES, head="linear", regularisation=Regularisation(**rates))
+    model = build_model(
+        config, image_size=SIZE, num_classes=CLASSES, head="linear", regularisation=Regularisation(**rates)
+    )
     initialise(model, seed=1)
     if size != SIZE:
         takes_other_sizes(model, interpolation=config.interpolation)

@@ -206,7 +206,7 @@ def test_the_calls_to_a_gpu_are_in_the_order_that_makes_them_safe(gpu: Gpu):
 
 
 def test_the_thread_selects_the_gpu_of_whoever_made_it(gpu: Gpu):
-    """By its number: what a command is given is "cuda", which torch does not select, and a new thread is on the first."""
+    """By its number: a command says "cuda", which torch does not select, and a new thread is on the first."""
     for device in (torch.device("cuda"), torch.device("cuda", 1)):
         CudaCopies(device).prepare()
     assert gpu.devices == [torch.device("cuda", 3), torch.device("cuda", 1)]

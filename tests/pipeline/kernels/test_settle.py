@@ -15,8 +15,8 @@ from torch.nn import functional
 from shardvit.data_shards.errors import UserError
 from shardvit.model.config import ModelConfig
 from shardvit.model.vit import build_model
-from shardvit.pipeline.kernels.attention import AttentionCase
 from shardvit.pipeline.kernels import settle
+from shardvit.pipeline.kernels.attention import AttentionCase
 from shardvit.pipeline.kernels.settle import deterministic_algorithms, fp32_products, repeats_bits, settled_kernels
 from shardvit.pipeline.recipe.schema import Recipe
 
