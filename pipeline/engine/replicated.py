@@ -246,8 +246,8 @@ class AccelerateEngine(ReplicatedEngine):
 
 
 class InOrder(nn.Module):
-    """Wraps a model for DDP: called with None, it touches every trained parameter in order. A DDP that knows its GPU, as
-    accelerate's, cannot be called without inputs."""
+    """Wraps a model for DDP: called with None, it touches every trained parameter in order. A DDP that knows its GPU,
+    such as accelerate's, cannot be called without inputs."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
