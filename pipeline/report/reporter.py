@@ -82,15 +82,18 @@ def stage_report(
             params=plan_params(context.recipe, stage, plan=plan, classes=classes),
             tags=tags,
         ) as log,
-        attempt_events(context, stage=stage, state=state, say=progress.note) as events,
+        attempt_events(context, stage=stage, state=state, say=progress.note, last_step=log.last_step) as events,
         closing(Report(log, progress, events, gauges, step_logged=state.step, **common)) as report,
     ):
         yield report
 
 
 @contextmanager
-def attempt_events(context: StageContext, *, stage: StageName, state: TrainState, say: Say) -> Iterator[EventsLog]:
-    """Open events.jsonl, and record this attempt's start and end from the current `state`."""
+def attempt_events(
+    context: StageContext, *, stage: StageName, state: TrainState, say: Say, last_step: int = 0
+) -> Iterator[EventsLog]:
+    """Open events.jsonl, and record this attempt's start and end from the current `state`; an earlier attempt had
+    logged up to `last_step`."""
     place = context.ranks.place
     hosts = math.ceil(place.world_size / place.local_world_size)
     with EventsLog(context.folder.stage(stage) / EVENTS_FILE, say=say) as events:
@@ -100,7 +103,9 @@ def attempt_events(context: StageContext, *, stage: StageName, state: TrainState
 
         where = f"{counted(place.world_size, 'process')} on {counted(hosts, 'host')}"
         job = context.job_tags.get("shardvit.slurm_job_id")
-        tell("start", f"from step {state.step:,}, {where}" + (f", SLURM job {job}" if job else ""))
+        where += f", SLURM job {job}" if job else ""
+        where += f"; repeats {counted(last_step - state.step, 'step')}" if last_step > state.step else ""
+        tell("start", f"from step {state.step:,}, {where}")
         try:
             yield events
         except BaseException as error:

@@ -107,6 +107,7 @@ class MetricsLog(_GrowingFile):
             with replaced(path) as beside:
                 beside.write_bytes(b"".join(kept))
         self.path, self.kept_rows = path, len(kept)
+        self.last_step = max((row.step for _, row in lines if row is not None), default=0)  # before they were cut
         self.dropped_broken_rows = sum(row is None for _, row in lines)  # torn by kill -9, or damaged
         super().__init__(path)
 

@@ -4,7 +4,8 @@
 
 First the speed is measured, then the undisturbed run is done, then the disturbed one: `shardvit run --max-restarts`,
 which is started again by this program where it was killed or stopped itself. Both take part of the given time; the
-disturbed one about all of it. Exit code 0: weights and curve are equal to the last bit and nothing is left behind.
+disturbed one about all of it. It ends with where the disturbed run's time went, from what the run recorded. Exit code
+0: weights and curve are equal to the last bit and nothing is left behind.
 """
 
 import argparse
@@ -25,8 +26,10 @@ from typing import Any
 
 import psutil
 
+from shardvit.launch.bench.goodput_spent import spent
 from shardvit.pipeline.checkpoint.store import damage_of
 from shardvit.pipeline.runs.logs import iter_metrics
+from shardvit.pipeline.runs.read import read_run, run_folder_at
 from tests.faults.harness import Attempt, Case, pack_shards, send
 from tests.faults.rows import Row
 
@@ -268,7 +271,8 @@ def main() -> int:
 def soak(options: argparse.Namespace, folder: Path, tally: Tally) -> int:
     """Measure, run undisturbed, run disturbed, compare; the exit code."""
     tally.say(f"soak of {options.minutes:g} minutes, a fault every {options.every:g} s, seed {options.seed}")
-    tally.say(f"commit {_revision()}, Python {sys.version.split()[0]}, {os.cpu_count()} cores")
+    when = time.strftime("%F %T", time.gmtime())
+    tally.say(f"{when} UTC, commit {_revision()}, Python {sys.version.split()[0]}, {os.cpu_count()} cores")
     shards = pack_shards(folder / "shards")
     _, _, speed = undisturbed(folder / "measured", shards, steps=400, save_steps=100)
     share = max(0.25, 1 - _STARTUP_SECONDS / options.every)
@@ -279,13 +283,16 @@ def soak(options: argparse.Namespace, folder: Path, tally: Tally) -> int:
     tally.say(f"the undisturbed run took {quiet_seconds:.0f} s")
 
     case = Case(folder / "disturbed", shards, changes=changes(steps, save_steps))
-    start = time.monotonic()
+    start, started = time.monotonic(), time.time()
     try:
         Soak(case, seed=options.seed, every_seconds=options.every, tally=tally).run()
     finally:
         for process in case.processes():
             send(process, signal.SIGKILL)
-    seconds = time.monotonic() - start
+    seconds, went = (
+        time.monotonic() - start,
+        spent(read_run(run_folder_at(case.run)), started=started, ended=time.time()),
+    )
     row = Row(name="soak")
     row.equals(case, baseline)
     # Signals save at steps of their own; stacks of what hung stay for whoever looks into it.
@@ -304,6 +311,8 @@ def soak(options: argparse.Namespace, folder: Path, tally: Tally) -> int:
         f"{tally.lost_steps:,} steps were done again, {tally.lost_steps / max(1, num_faults):.0f} a fault (there is a "
         f"checkpoint every {save_steps} steps); it took {seconds / quiet_seconds:.2f} times as long as undisturbed"
     )
+    for line in went.lines():
+        tally.say(line)
     tally.say(f"verdict: passed; weights and curve {row.continued}, left behind: {row.left_behind}")
     return 0
 

@@ -176,6 +176,7 @@ class Ended(Exception):
     """Something that training does not know."""
 
 
+@pytest.mark.parametrize("last_step", [0, 20, 21, 1030])
 @pytest.mark.parametrize(
     ("error", "kind", "words"),
     [
@@ -188,7 +189,7 @@ class Ended(Exception):
     ],
 )
 def test_an_attempts_start_and_end_are_events_whatever_ends_it(
-    tmp_path: Path, error: BaseException | None, kind: str, words: str
+    tmp_path: Path, error: BaseException | None, kind: str, words: str, last_step: int
 ) -> None:
     folder = RunFolder(runs_root=tmp_path, name="r")
     folder.stage("pretrain").mkdir(parents=True)
@@ -201,11 +202,13 @@ def test_an_attempts_start_and_end_are_events_whatever_ends_it(
     state = TrainState(step=20, images_seen=160)
     with (
         contextlib.suppress(Exception, KeyboardInterrupt),
-        attempt_events(context, stage="pretrain", state=state, say=lambda text: None),
+        attempt_events(context, stage="pretrain", state=state, say=lambda text: None, last_step=last_step),
     ):
         state.step, state.images_seen = 40, 320
         if error is not None:
             raise error
     start, end = read_events(folder.stage("pretrain") / "events.jsonl")
     assert (start.kind, start.step) == ("start", 20) and "8 processes on 2 hosts, SLURM job 77" in start.text
+    repeats = {0: "", 20: "", 21: "; repeats 1 step", 1030: "; repeats 1,010 steps"}
+    assert start.text.endswith(f"SLURM job 77{repeats[last_step]}")
     assert (end.kind, end.step, end.images_seen) == (kind, 40, 320) and words in end.text

@@ -55,6 +55,7 @@ def test_opening_keeps_the_rows_up_to_the_step_resumed_from(steps: list[int], re
         kept = [row for row in read_metrics(path) if row.step <= resume_step]
         with MetricsLog(path, resume_step=resume_step) as log:
             assert (log.kept_rows, log.dropped_broken_rows) == (len(kept), 0)
+            assert log.last_step == max(steps, default=0)
             new = log.append(step=99, images_seen=1, metrics={})
         assert read_metrics(path) == [*kept, new]
         assert [file.name for file in Path(folder).iterdir()] == ["metrics.jsonl"]
