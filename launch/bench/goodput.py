@@ -17,7 +17,7 @@ from pathlib import Path
 
 from shardvit.data_shards.text import table
 from shardvit.launch.bench.goodput_model import Saves, goodput, most_restart_seconds, youngs_interval
-from shardvit.launch.bench.goodput_runs import MODELS, Measured, measure
+from shardvit.launch.bench.goodput_runs import MODELS, Measured, Range, measure
 from shardvit.launch.bench.measure import setting
 from shardvit.launch.plan.gathering import make_plan
 from shardvit.launch.plan.plan_options import PlanOptions
@@ -41,7 +41,7 @@ class Assumed:
     nccl_seconds: float = 4.4
     nccl_rank_seconds: float = 0.0125
     first_step_seconds: float = 20.0
-    far_imports: float = 2.0
+    far_start: float = 2.0
     read_gb: float = 10.0
     client_gb: float = 1.0
     shards: float = 14_000.0
@@ -56,7 +56,7 @@ _SOURCES = {
     "nccl_seconds": "a line through two measured points, a communicator of 8 GPUs (4.5 s)",
     "nccl_rank_seconds": "... and of 128 (6.0 s): NVIDIA/nccl issue 534, 2021; for each rank",
     "first_step_seconds": "CUDA context, kernels from the run's cache: a guess, which `make gpu` is to replace",
-    "far_imports": "times the seconds of imports here: libraries on a file server, read by all: a guess",
+    "far_start": "times a start's CPU seconds here: libraries on a file server, read by all: a guess",
     "read_gb": "GB/s of the file server for all ranks: a guess, a tenth of a large Lustre's",
     "client_gb": "GB/s of one process, reading or writing: a guess, of one stream",
     "shards": "of the training set: ImageNet-21k's 14 million images, a thousand in each",
@@ -101,16 +101,15 @@ def restart(at: Setup, measured: Measured, assumed: Assumed) -> dict[str, float]
     """Seconds from a failure to the first step again, by what takes them."""
     gb = at.checkpoint_bytes / 1e9
     return {
-        "noticing": measured.noticing
+        "noticing": measured.noticing.least
         + assumed.hang_share * assumed.hang_seconds
         + _DEATH_OPERATIONS * at.ranks / _SCALE_RANKS / assumed.operations,
-        "ending, pause": measured.ending + assumed.queue_seconds,
-        "imports": measured.imports * assumed.far_imports,
+        "ending, pause": measured.ending.least + assumed.queue_seconds,
+        "imports, opening": measured.start_cpu.least * assumed.far_start,
+        "shards": _SHARD_OPERATIONS * assumed.shards / assumed.operations,
         "NCCL": assumed.nccl_seconds + assumed.nccl_rank_seconds * at.ranks,
         "model": measured.building[at.model],
-        "opening": measured.opening + _SHARD_OPERATIONS * assumed.shards / assumed.operations,
-        "restoring": measured.restoring
-        + gb / assumed.read_gb
+        "restoring": gb / assumed.read_gb
         + at.first_bytes / 1e9 / assumed.client_gb
         + gb / at.ranks / _DIGESTED_GB_PER_SECOND,
         "first step": assumed.first_step_seconds,
@@ -121,7 +120,7 @@ def saves(at: Setup, measured: Measured, assumed: Assumed, *, interval: float) -
     """What saving costs at an interval."""
     bare = at.first_bytes / 1e9 * (measured.writing_cpu + 2 / assumed.client_gb)  # written and read back
     commit = bare + at.checkpoint_bytes / 1e9 * 2 / assumed.read_gb
-    stall = at.stall_seconds + measured.stall
+    stall = at.stall_seconds + measured.stall.least
     if commit > interval + stall:  # the next save waits for it
         stall = commit - interval
     return Saves(interval=interval, stall=stall, commit=commit)
@@ -175,17 +174,20 @@ def report(setups: Sequence[Setup], measured: Measured, assumed: Assumed) -> Ite
 
 def _measured_lines(measured: Measured) -> Iterator[str]:
     yield (
-        f"Measured here: 2 processes on gloo, one killed {measured.failures} times. Seconds: of waiting the median, of "
-        "computing\nthe least (in brackets the median), as other programs run on these cores:\n"
+        f"Measured here: 2 processes on gloo, one killed {measured.failures} times. Seconds: the least (and the median), "
+        "as other\nprograms may run on these cores:\n"
     )
+
+    def row(words: str, found: Range) -> list[str]:
+        return [words, f"{found.least:.2f} ({found.median:.2f})"]
+
     rows = [
-        ["from the kill of a process until another one has noticed", f"{measured.noticing:.2f}"],
-        ["from there until new processes start, of which 5 are a pause", f"{measured.ending:.2f}"],
-        ["Python and imports", f"{measured.imports:.2f} ({measured.imports_median:.2f})"],
-        ["the rest of a start: process group, shards, engine, records, first step", f"{measured.opening:.2f}"],
-        ["restoring a tiny checkpoint: agreement and bookkeeping", f"{measured.restoring:.2f}"],
-        ["CPU seconds of a whole start", f"({measured.start_cpu:.1f})"],
-        ["stall of a tiny save: agreement and bookkeeping", f"{measured.stall:.3f} ({measured.stall_median:.3f})"],
+        row("from the kill of a process until another one has noticed", measured.noticing),
+        row("from there until new processes start, of which 5 are a pause", measured.ending),
+        row("from a process's start to its first step", measured.start),
+        row("... of that, Python and imports", measured.imports),
+        row("... CPU seconds of all of it", measured.start_cpu),
+        row("stall of a tiny save: agreement and bookkeeping", measured.stall),
         *([f"building ViT-{key}, CPU seconds", f"{each:.1f}"] for key, each in measured.building.items()),
         ["writing 1 GB as a checkpoint by one process, flushed and read back", f"{measured.writing:.1f}"],
         ["... of that, CPU seconds: two digests", f"{measured.writing_cpu:.1f}"],
@@ -216,7 +218,7 @@ def changes(assumed: Assumed) -> Mapping[str, tuple[Assumed, float]]:
     return {
         "as above": but(),
         "NCCL takes 150 s (thousands of GPUs before 2.23: issue 1156)": but(nccl_seconds=150.0, nccl_rank_seconds=0.0),
-        "imports take 10 times as long as here": but(far_imports=10.0),
+        "imports take 10 times as long as here": but(far_start=10.0),
         "the first step takes 120 s (nothing compiled is kept)": but(first_step_seconds=120.0),
         "the file server gives a tenth": but(read_gb=assumed.read_gb / 10, operations=assumed.operations / 10),
         "one process reads and writes 0.2 GB/s": but(client_gb=0.2),
@@ -251,7 +253,7 @@ def _sensitivity_lines(at: Setup, measured: Measured, assumed: Assumed) -> Itera
 def _within_lines(setups: Sequence[Setup], measured: Measured, assumed: Assumed) -> Iterator[str]:
     """Whether restarting within the surviving processes would pay."""
     parts = [restart(at, measured, assumed) for at in setups]
-    most = max(own["imports"] + own["model"] for own in parts)
+    most = max(own["imports, opening"] + own["model"] for own in parts)
     share = most / _HOUR
     yield (
         f"Restarting within the surviving processes would spare imports and the model, {most:.1f} s at most or "
@@ -281,7 +283,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m shardvit.launch.bench.goodput", description="The share of wall time that trains."
     )
-    parser.add_argument("--failures", type=int, default=5, help="processes to kill (%(default)s)")
+    parser.add_argument("--failures", type=int, default=3, help="processes to kill (%(default)s)")
     for name, words in _SOURCES.items():
         kind, words = type(getattr(Assumed, name)), words.replace("%", "%%")
         parser.add_argument(

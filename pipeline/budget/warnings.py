@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from itertools import chain
 
-from shardvit.data_shards.text import counted, show_bytes
+from shardvit.data_shards.text import counted, show_bytes, show_duration
 from shardvit.pipeline.budget.communication import GOOD_KEPT_SHARE
 from shardvit.pipeline.budget.forecast import Hardware, StageForecast
 from shardvit.pipeline.budget.gpus import RESERVE_SHARE
@@ -15,6 +15,7 @@ _FULL_IMAGES = 64  # per micro-batch, enough to use a GPU well (B/16 and larger)
 _ROOMY = 2  # accumulation is a waste if this many times the micro-batch would fit
 _OF_NO_WORKER = 0.1  # of a core: without workers, decoding may take a tenth of the training loop's time
 _FEW_SHARDS = 4  # per process
+_RARE_SAVES_SECONDS = 600.0  # at a failure an hour, 92 % of the time would train at most (`launch.bench.goodput`)
 
 
 def stage_warnings(forecast: StageForecast, *, recipe: Recipe, machine: Hardware) -> Iterator[str]:
@@ -24,6 +25,7 @@ def stage_warnings(forecast: StageForecast, *, recipe: Recipe, machine: Hardware
         _memory(forecast, machine=machine),
         _waste(forecast, recipe=recipe, machine=machine),
         _data(forecast, recipe=recipe, machine=machine),
+        _saves(forecast, machine=machine),
     )
     for text in texts:
         yield text if text.startswith(f"stages.{forecast.name}") else f"{forecast.name}: {text}"
@@ -118,4 +120,17 @@ def _data(forecast: StageForecast, *, recipe: Recipe, machine: Hardware) -> Iter
         yield (
             f"decoding{size} keeps about {each:.1f} cores busy for each process, and data.workers is {workers}{most}: "
             f"set data.workers={enough}, or pack with --resize-short"
+        )
+
+
+def _saves(forecast: StageForecast, *, machine: Hardware) -> Iterator[str]:
+    config, plan, time, links = forecast.config, forecast.plan, forecast.time, machine.links
+    is_large = links is not None and machine.gpus > links.gpus_per_node  # one node fails once in weeks
+    if time is None or time.hours is None or not is_large or config.save_every_minutes:
+        return
+    seconds = (plan.save_steps or plan.total_steps) * time.step_seconds
+    if seconds > _RARE_SAVES_SECONDS:
+        yield (
+            f"a failure loses {show_duration(seconds)} at most, and half of that on average (save_every): set "
+            f"stages.{forecast.name}.save_every_minutes=1"
         )

@@ -105,3 +105,11 @@ def test_a_gpu_that_cannot_do_the_precision():
 
 def test_a_problem_of_the_sizes_comes_first():
     assert warned(recipe(batch=4096), gpus=6).startswith("stages.pretrain.global_batch_size 4096 does not divide")
+
+
+def test_several_nodes_that_save_rarely_are_told_what_a_failure_loses():
+    long = {"duration": "300000 steps"}
+    assert "stages.pretrain.save_every_minutes=1" in warned(recipe(stage=long), gpus=64)
+    assert "save_every" not in warned(recipe(stage=long), gpus=8)
+    for often in ({"save_every_minutes": 1}, {"save_every": "1000 steps"}):
+        assert "save_every" not in warned(recipe(stage=long | often), gpus=64)
