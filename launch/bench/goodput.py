@@ -174,8 +174,8 @@ def report(setups: Sequence[Setup], measured: Measured, assumed: Assumed) -> Ite
 
 def _measured_lines(measured: Measured) -> Iterator[str]:
     yield (
-        f"Measured here: 2 processes on gloo, one killed {measured.failures} times. Seconds: the least (and the median), "
-        "as other\nprograms may run on these cores:\n"
+        f"Measured here: 2 processes on gloo, one killed {measured.failures} times. Seconds: the least (and the "
+        "median), as other\nprograms may run on these cores:\n"
     )
 
     def row(words: str, found: Range) -> list[str]:
