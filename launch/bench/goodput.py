@@ -17,7 +17,7 @@ from pathlib import Path
 
 from shardvit.data_shards.text import table
 from shardvit.launch.bench.goodput_model import Saves, goodput, most_restart_seconds, youngs_interval
-from shardvit.launch.bench.goodput_runs import MODELS, Measured, Range, measure
+from shardvit.launch.bench.goodput_runs import MODELS, FailureCosts, Range, measure
 from shardvit.launch.bench.measure import setting
 from shardvit.launch.plan.gathering import make_plan
 from shardvit.launch.plan.plan_options import PlanOptions
@@ -97,7 +97,7 @@ def setup(model: str, *, ranks: int, gpu: str) -> Setup:
     )
 
 
-def restart(at: Setup, measured: Measured, assumed: Assumed) -> dict[str, float]:
+def restart(at: Setup, measured: FailureCosts, assumed: Assumed) -> dict[str, float]:
     """Seconds from a failure to the first step again, by what takes them."""
     gb = at.checkpoint_bytes / 1e9
     return {
@@ -116,7 +116,7 @@ def restart(at: Setup, measured: Measured, assumed: Assumed) -> dict[str, float]
     }
 
 
-def saves(at: Setup, measured: Measured, assumed: Assumed, *, interval: float) -> Saves:
+def saves(at: Setup, measured: FailureCosts, assumed: Assumed, *, interval: float) -> Saves:
     """What saving costs at an interval."""
     bare = at.first_bytes / 1e9 * (measured.writing_cpu + 2 / assumed.client_gb)  # written and read back
     commit = bare + at.checkpoint_bytes / 1e9 * 2 / assumed.read_gb
@@ -126,7 +126,7 @@ def saves(at: Setup, measured: Measured, assumed: Assumed, *, interval: float) -
     return Saves(interval=interval, stall=stall, commit=commit)
 
 
-def advised(at: Setup, measured: Measured, assumed: Assumed, *, failure_seconds: float) -> float:
+def advised(at: Setup, measured: FailureCosts, assumed: Assumed, *, failure_seconds: float) -> float:
     """Young's interval, if that is more than half a minute."""
     stall = saves(at, measured, assumed, interval=_HOUR).stall
     return max(_LEAST_INTERVAL, youngs_interval(stall=stall, failure_seconds=failure_seconds))
@@ -142,7 +142,12 @@ class Forecast:
 
 
 def forecast(
-    at: Setup, measured: Measured, assumed: Assumed, *, failure_seconds: float = _HOUR, interval: float | None = None
+    at: Setup,
+    measured: FailureCosts,
+    assumed: Assumed,
+    *,
+    failure_seconds: float = _HOUR,
+    interval: float | None = None,
 ) -> Forecast:
     """`interval`: default, what is advised."""
     every = interval or advised(at, measured, assumed, failure_seconds=failure_seconds)
@@ -151,7 +156,7 @@ def forecast(
     return Forecast(costs, seconds, goodput(costs, restart_seconds=seconds, failure_seconds=failure_seconds))
 
 
-def report(setups: Sequence[Setup], measured: Measured, assumed: Assumed) -> Iterator[str]:
+def report(setups: Sequence[Setup], measured: FailureCosts, assumed: Assumed) -> Iterator[str]:
     """All tables."""
     yield from _measured_lines(measured)
     yield "\nAssumed (each is an option):\n"
@@ -172,7 +177,7 @@ def report(setups: Sequence[Setup], measured: Measured, assumed: Assumed) -> Ite
     yield from _verdict(setups, measured, assumed)
 
 
-def _measured_lines(measured: Measured) -> Iterator[str]:
+def _measured_lines(measured: FailureCosts) -> Iterator[str]:
     yield (
         f"Measured here: 2 processes on gloo, one killed {measured.failures} times. Seconds: the least (and the "
         "median), as other\nprograms may run on these cores:\n"
@@ -195,7 +200,7 @@ def _measured_lines(measured: Measured) -> Iterator[str]:
     yield table(rows, align="lr")
 
 
-def _interval_lines(setups: Sequence[Setup], measured: Measured, assumed: Assumed) -> Iterator[str]:
+def _interval_lines(setups: Sequence[Setup], measured: FailureCosts, assumed: Assumed) -> Iterator[str]:
     fixed = (60.0, 120.0, 300.0, 600.0)
     rows = [["", "default (10 %)", "recipe's 1,000 steps", "advised", *(f"{each:g} s" for each in fixed)]]
     for at in setups:
@@ -230,7 +235,7 @@ def changes(assumed: Assumed) -> Mapping[str, tuple[Assumed, float]]:
     }
 
 
-def _sensitivity_lines(at: Setup, measured: Measured, assumed: Assumed) -> Iterator[str]:
+def _sensitivity_lines(at: Setup, measured: FailureCosts, assumed: Assumed) -> Iterator[str]:
     yield f"{_name(at)}, at the interval advised:\n"
     base = forecast(at, measured, assumed).goodput
     rows = [["", "restart, s", "save every, s", "goodput", "change", f">= {GOAL:.0%}"]]
@@ -250,20 +255,21 @@ def _sensitivity_lines(at: Setup, measured: Measured, assumed: Assumed) -> Itera
     yield table(rows, align="lr")
 
 
-def _within_lines(setups: Sequence[Setup], measured: Measured, assumed: Assumed) -> Iterator[str]:
+def _within_lines(setups: Sequence[Setup], measured: FailureCosts, assumed: Assumed) -> Iterator[str]:
     """Whether restarting within the surviving processes would pay."""
     parts = [restart(at, measured, assumed) for at in setups]
-    most = max(own["imports, opening"] + own["model"] for own in parts)
-    share = most / _HOUR
+    imports, model = (max(own[name] for own in parts) for name in ("imports, opening", "model"))
+    verdict = "pays" if imports / _HOUR > _PAYS else "does not pay"
     yield (
-        f"Restarting within the surviving processes would spare imports and the model, {most:.1f} s at most or "
-        f"{share:.2%} of the time\n(to pay: {_PAYS:.1%}): it {'pays' if share > _PAYS else 'does not pay'}. They would "
-        "wait for the dead one's successor to import, too, unless a process that\nhas imported stands by; that is what "
-        "launch/local/nursery.py is, and kept for a restart it would spare the imports alone."
+        f"Restarting within the surviving processes would spare imports and opening, {imports:.1f} s or "
+        f"{imports / _HOUR:.2%} of the time\n(to pay: {_PAYS:.1%}): it {verdict}. They would wait for the dead one's "
+        "successor to import, too, unless a process that has\nimported stands by, as launch/local/nursery.py can, "
+        f"without the rest. The model, {model:.1f} s or {model / _HOUR:.2%} at most, is built\nto be overwritten: that "
+        "is spared by not drawing weights that a checkpoint replaces."
     )
 
 
-def _verdict(setups: Sequence[Setup], measured: Measured, assumed: Assumed) -> Iterator[str]:
+def _verdict(setups: Sequence[Setup], measured: FailureCosts, assumed: Assumed) -> Iterator[str]:
     found = {at: forecast(at, measured, assumed) for at in setups}
     least = min(found, key=lambda at: found[at].goodput)
     room = most_restart_seconds(found[least].saves, goal=GOAL, failure_seconds=_HOUR)

@@ -73,7 +73,7 @@ class Range:
 
 
 @dataclass(frozen=True)
-class Measured:
+class FailureCosts:
     """Seconds."""
 
     failures: int
@@ -88,7 +88,7 @@ class Measured:
     writing_cpu: float  # CPU seconds of that
 
 
-def measure(*, failures: int) -> Measured:
+def measure(*, failures: int) -> FailureCosts:
     """Run, kill, and read the records. RuntimeError if a run ends by itself."""
     with tempfile.TemporaryDirectory(prefix="shardvit-goodput-") as name:
         kills = _run_and_kill(Path(name), failures=failures)
@@ -98,7 +98,7 @@ def measure(*, failures: int) -> Measured:
     again, ended = found[1:], [attempt.end for attempt in found[:-1]]  # the first reads the libraries from disk
     assert all(end and end.kind == "failed" for end in ended)
     noticed = [end.time for end in ended if end]
-    return Measured(
+    return FailureCosts(
         failures=failures,
         noticing=Range.of([end - kill for end, kill in zip(noticed, kills, strict=True)]),
         ending=Range.of([attempt.begin - end for attempt, end in zip(again, noticed, strict=True)]),

@@ -34,7 +34,7 @@ _SPEED = "perf/images_per_s"
 
 
 @dataclass(frozen=True)
-class Spent:
+class WallTime:
     """Where the time of a run went."""
 
     seconds: Mapping[str, float]  # by CATEGORIES
@@ -97,7 +97,7 @@ class Attempt:
         ]
 
 
-def spent(run: Run, *, started: float | None = None, ended: float | None = None) -> Spent:
+def spent(run: Run, *, started: float | None = None, ended: float | None = None) -> WallTime:
     """Split the time from `started` to `ended` (unix seconds; default: the first process's start and the last event).
     ValueError if nothing has trained."""
     found = [attempts(stage) for stage in run.stages]
@@ -116,7 +116,7 @@ def spent(run: Run, *, started: float | None = None, ended: float | None = None)
                 seconds[name] += each
     if ended is not None and now is not None:
         seconds["ending"] += max(0.0, ended - now)
-    return Spent(
+    return WallTime(
         seconds=seconds,
         start=start,
         attempts=sum(map(len, found)),

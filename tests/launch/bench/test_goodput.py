@@ -11,7 +11,7 @@ from scipy.optimize import minimize_scalar
 
 from shardvit.launch.bench.goodput import Assumed, changes, forecast, report, restart, setup
 from shardvit.launch.bench.goodput_model import Saves, first_order, goodput, most_restart_seconds, youngs_interval
-from shardvit.launch.bench.goodput_runs import Measured, Range, measure
+from shardvit.launch.bench.goodput_runs import FailureCosts, Range, measure
 from shardvit.launch.bench.goodput_spent import CATEGORIES, spent
 from shardvit.launch.run.restarts import PAUSE_SECONDS
 from shardvit.pipeline.runs.read import read_run, run_folder_at
@@ -19,7 +19,7 @@ from shardvit.pipeline.runs.read import read_run, run_folder_at
 HOUR = 3600.0
 TOTAL_STEPS, EVALUATION_STEPS = 600, 30
 EVALUATION_SECONDS, SAVE_SECONDS = 0.7, 0.2
-MEASURED = Measured(
+MEASURED = FailureCosts(
     failures=3,
     noticing=Range(0.1, 0.2),
     ending=Range(6.5, 7.0),
