@@ -130,6 +130,7 @@ class Remotes:
             trace.on_request_redirect.append(_check_redirect)
             timeout = ClientTimeout(total=None, sock_connect=self._connect_seconds, sock_read=self._stall_seconds)
             client = {"timeout": timeout, "trust_env": True, "trace_configs": [trace]}  # proxies and ~/.netrc
+            client["read_bufsize"] = _STREAM_PIECE_BYTES  # aiohttp's 64 KiB cost a third more time
             return {"client_kwargs": {**client, **configured.get("client_kwargs", {})}}
         if kind in ("s3", "s3a"):
             config = {"connect_timeout": self._connect_seconds, "read_timeout": self._stall_seconds}
@@ -316,18 +317,19 @@ class _Page(Stored):
 
 async def read(response: Any, most_bytes: int) -> bytes:
     """Read `most_bytes` of a body, or fewer before its end or a fault, which is raised only if no bytes came."""
-    content = bytearray()
-    while len(content) < most_bytes:
+    pieces, missing = list[bytes](), most_bytes
+    while missing:
         try:
-            piece = await response.content.read(most_bytes - len(content))
+            piece = await response.content.read(missing)
         except Exception:
-            if not content:
+            if not pieces:
                 raise
             break
         if not piece:
             break
-        content += piece
-    return bytes(content)
+        pieces.append(piece)
+        missing -= len(piece)
+    return b"".join(pieces)
 
 
 def fingerprint_of(info: dict[str, Any]) -> str:
