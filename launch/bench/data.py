@@ -2,12 +2,14 @@
 
     python -m shardvit.launch.bench.data FOLDER_OR_TAR [--images 4000] [--rounds 3] [--record FILE] [--quick]
 
+    python -m shardvit.launch.bench.data FOLDER_OR_TAR --threads 1,2,4,8,16 --from local,http,s3 (see `data_scaling`)
+
 Measures, on the CPU: the training transform alone (one core) against stock torchvision, OpenCV and libjpeg-turbo;
 loaders with two workers, each in a fresh process, in rounds; time to resume in 1,000 shards; our memory over several
 epochs. Skips peers that fail or are not installed: `pip install nvidia-dali-cuda130 grain mosaicml-streaming litdata
 opencv-python-headless` on top of this environment. On a loaded machine trust the ratios of CPU time alone, which are
 taken within a round. Costs about 8 minutes on two cores (2 with --quick) and 2.5 GB of temporary files. Does not
-measure disks or networks.
+measure disks or networks; --from http and s3 does, on loopback.
 """
 
 import json
@@ -33,13 +35,13 @@ from shardvit.launch.bench.data_methods import (
     OURS,
     OURS_PROCESSES,
     OURS_RESIZED,
+    PLACES,
     STOCK,
     WORKERS,
     Work,
 )
 from shardvit.launch.bench.data_results import LoaderRound, Results, find_targets, report_lines
-from shardvit.launch.bench.measure import Told, processor, run_told
-from shardvit.launch.local.env import without_place
+from shardvit.launch.bench.measure import Told, child_environment, processor, run_told
 
 Part = Literal["transform", "loaders", "resume", "memory"]
 
@@ -58,7 +60,6 @@ _LEAST_IMAGES = 8 * BATCH_IMAGES  # one batch per shard; webdataset's workers ne
 _RESUME_POSITIONS, _RESUME_EPOCHS = 3, 10
 _MEMORY_EPOCHS = 3
 _TIMEOUT_SECONDS = 300.0
-_ROOT = Path(__file__).resolve().parents[2]
 _PACKAGES = (
     *("torch", "torchvision", "timm", "webdataset", "pillow", "simplejpeg", "nvidia-nvimgcodec-cu13"),
     *("opencv-python-headless", "nvidia-dali-cuda130", "grain", "mosaicml-streaming", "litdata"),
@@ -78,12 +79,32 @@ def bench(
         str | None, Parameter(help=f"Loaders, comma separated: {', '.join(METHODS)}. Default: all.")
     ] = None,
     parts: Annotated[str | None, Parameter(help=f"Comma separated: {', '.join(get_args(Part))}. Default: all.")] = None,
+    threads: Annotated[
+        str | None, Parameter(help="Instead of all that: numbers of decoding threads, such as 1,2,4,8,16.")
+    ] = None,
+    beyond_cores: Annotated[bool, Parameter(help="Run more threads than there are cores, too.", negative=())] = False,
+    places: Annotated[
+        str | None,
+        Parameter(name="--from", help="local (threads), http, s3: readers of a loopback store, one pass a --threads."),
+    ] = None,
     quick: Annotated[bool, Parameter(help="One round of eight loaders on 1,000 images.", negative=())] = False,
     record: Annotated[Path | None, Parameter(help="Write FILE (JSON), and the report beside it as .txt.")] = None,
-) -> Results:
+) -> Results | list[str]:
     """Measure our data path and its peers on a folder or tar of JPEGs."""
     from shardvit.launch.bench.data_prepare import prepare, read_photographs
 
+    if threads is not None or places is not None:
+        from shardvit.launch.bench.data_scaling import scale
+
+        return scale(
+            source,
+            images=images,
+            rounds=rounds,
+            threads=_numbers(threads),
+            beyond_cores=beyond_cores,
+            places=_chosen(places, known=PLACES, flag="--from", default=("local",)),
+            record=record,
+        )
     if quick:
         images, rounds = _QUICK_IMAGES, _QUICK_ROUNDS
     wanted_parts = _chosen(parts, known=get_args(Part), flag="--parts", default=get_args(Part))
@@ -197,18 +218,12 @@ def _memory(results: Results, *, work: Work) -> None:
 def _child(task: str, *, work: Work, **request: Any) -> Told:
     """Run a task of `data_child` in a fresh process, without a GPU or a launcher's variables."""
     work.temporary.mkdir(parents=True, exist_ok=True)
-    environment = without_place()
     return run_told(
         lambda descriptor: [
             *(sys.executable, "-m", "shardvit.launch.bench.data_child"),
             json.dumps({"task": task, "descriptor": descriptor, "work": str(work.root), **request}),
         ],
-        env={
-            **environment,
-            "PYTHONPATH": os.pathsep.join([str(_ROOT), *filter(None, [environment.get("PYTHONPATH")])]),
-            "CUDA_VISIBLE_DEVICES": "",
-            "TMPDIR": str(work.temporary),  # some peers leave files behind
-        },
+        env=child_environment(temporary=work.temporary),  # some peers leave files behind
         timeout_seconds=_TIMEOUT_SECONDS,
     )
 
@@ -239,6 +254,18 @@ def _chosen(text: str | None, *, known: Any, flag: str, default: tuple[str, ...]
     if unknown:
         raise UserError(f"{flag} {unknown[0]}: there is no such name; choose from {', '.join(known)}")
     return names
+
+
+def _numbers(threads: str | None) -> tuple[int, ...] | None:
+    if threads is None:
+        return None
+    try:
+        numbers = tuple(sorted({int(each) for each in threads.split(",")}))
+    except ValueError:
+        numbers = (0,)
+    if numbers[0] < 1:
+        raise UserError(f"--threads {threads}: give whole numbers of 1 or more, such as 1,2,4")
+    return numbers
 
 
 def _setting(photographs: Any, *, images: int, rounds: int) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from typing import Literal
 
 BATCH_IMAGES, WORKERS, PIXELS = 64, 2, 224
 CROP_AREA = (0.08, 1.0)  # default of torchvision, timm and DALI; we set ours to it
+PLACES = ("local", "http", "s3")
 SHORT_SIDE, QUALITY = 320, 90  # of the resized shards
 
 

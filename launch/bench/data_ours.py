@@ -33,8 +33,12 @@ from shardvit.launch.bench.measure import in_turns
 
 OURS = TrainTransform(PIXELS, crop_area=CROP_AREA)
 _SEED, _CROP_SEED = 1, 2
-_LANES = 64  # same as `data.lanes: auto` for this batch
-_WINDOW_IMAGES = 16384  # the recipe's default
+ORDER: dict[str, Any] = {
+    "seed": _SEED,
+    "lanes": 64,  # same as `data.lanes: auto` for this batch
+    "global_batch_images": BATCH_IMAGES,
+    "window_images": 16384,  # the recipe's default
+}
 
 
 def fast_transform() -> Callable[[bytes], Any]:
@@ -53,14 +57,7 @@ def fast_transform() -> Callable[[bytes], Any]:
 def batches(folder: Path, *, kind: Literal["thread", "process"] = "thread", start_step: int = 0) -> Iterator[Batch]:
     """Endless training batches from packed shards, from `start_step` on."""
     shards = open_shards(str(folder), report=lambda _: None)
-    order = make_order(
-        [shards.shard_sizes],
-        weights=None,
-        seed=_SEED,
-        lanes=_LANES,
-        global_batch_images=BATCH_IMAGES,
-        window_images=_WINDOW_IMAGES,
-    )
+    order = make_order([shards.shard_sizes], weights=None, **ORDER)
     layout = Layout(rank=0, world_size=1, micro_batch_size=BATCH_IMAGES, accumulation_steps=1)
     stream = TrainBatches(Access(shards), order=order, transform=OURS, layout=layout, seed=_SEED)
     return iter(TrainLoader(stream, start_step=start_step, stop_step=1 << 40, workers=WORKERS, kind=kind))

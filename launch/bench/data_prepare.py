@@ -72,7 +72,7 @@ def _pixels_of_plain_jpeg(content: bytes) -> int:
 
 def prepare(photographs: Photographs, work: Work, *, images: int) -> None:
     """Write the photographs, repeated to `images`, in our own layouts."""
-    _lay_out(photographs.contents, work.images, images=images)
+    lay_out(photographs.contents, work.images, images=images)
     for out, resize in ((work.shards, None), (work.resized, Resize(SHORT_SIDE, quality=QUALITY))):
         each = -(-images // SHARDS)
         pack(str(work.images), out.parent, samples_per_shard=each, resize=resize, report=lambda _: None)
@@ -95,7 +95,8 @@ def _files(source: Path) -> Iterator[bytes]:
         raise UserError(f"{source}: neither a folder nor a readable tar ({error}); name one of photographs") from None
 
 
-def _lay_out(contents: list[bytes], folder: Path, *, images: int) -> None:
+def lay_out(contents: list[bytes], folder: Path, *, images: int) -> None:
+    """Write the photographs in class folders, repeated to `images` by hard links."""
     for label in range(CLASSES):
         (folder / f"class{label}").mkdir(parents=True)
     files: list[Path] = []

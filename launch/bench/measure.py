@@ -25,6 +25,8 @@ from typing import Any, TypeVar
 
 import psutil
 
+from shardvit.launch.local.env import without_place
+
 Item = TypeVar("Item")
 
 _SAMPLE_SECONDS = 0.5  # between memory samples
@@ -32,6 +34,7 @@ _LEAVE_SECONDS = 5.0  # for a measured process to exit after its last mark
 _TURN_ITEMS = 20  # per method, before the next one gets the same items
 _MOST_CHARACTERS = 400  # of a failure message
 _MIB = 2**20
+_ROOT = Path(__file__).resolve().parents[2]
 
 
 @dataclass
@@ -130,6 +133,17 @@ def run_told(
         if last_mark not in marks:
             failure = f"ended after {timeout_seconds:.3g} s" if is_late else _last_words(output, process.returncode)
     return Told(marks, peak, failure)
+
+
+def child_environment(*, temporary: Path) -> dict[str, str]:
+    """Environment of a measured process: no launcher's variables, no GPU, what it leaves behind in `temporary`."""
+    environment = without_place()
+    return {
+        **environment,
+        "PYTHONPATH": os.pathsep.join([str(_ROOT), *filter(None, [environment.get("PYTHONPATH")])]),
+        "CUDA_VISIBLE_DEVICES": "",
+        "TMPDIR": str(temporary),
+    }
 
 
 def run_json(
