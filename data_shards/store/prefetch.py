@@ -1,6 +1,7 @@
-"""Download upcoming shards during training: one background thread per rank, over the shared cache.
+"""Download upcoming shards during training: background threads of each rank, over the shared cache.
 
-It follows training order, up to a number of bytes ahead. It marks these shards as wanted, so that no prefetcher evicts
+They take shards in turns, so that the store's delay and the disk of one pass under the other's transfer. The prefetcher
+follows training order, up to a number of bytes ahead. It marks these shards as wanted, so that no prefetcher evicts
 them; only idle shards make room. It retries until training has passed the shard, whose reader reports errors.
 """
 
@@ -22,6 +23,7 @@ _MOST_STEPS_AHEAD = 1000
 _NO_ROOM_SECONDS = 1.0
 _FIRST_DELAY_SECONDS, _MOST_DELAY_SECONDS = 1.0, 30.0
 _CLOSE_SECONDS = 5.0
+_SHARDS_AT_ONCE = 2  # each takes four ranges of memory
 
 
 def start_prefetch(
@@ -35,10 +37,10 @@ def start_prefetch(
 
 
 class Prefetcher:
-    """Fetch upcoming shards in a thread that lives until `close`.
+    """Fetch upcoming shards in threads that live until `close`.
 
-    `upcoming` has (step, numbers of shards first needed there), in ascending order, maybe endless; only the thread
-    iterates. `lookahead_bytes` limits the shards ahead of training; one is always allowed.
+    `upcoming` has (step, numbers of shards first needed there), in ascending order, maybe endless; one thread at a
+    time iterates. `lookahead_bytes` limits the shards ahead of training; one is always allowed.
     """
 
     def __init__(
@@ -49,16 +51,21 @@ class Prefetcher:
         upcoming: Iterator[tuple[int, Sequence[int]]],
         lookahead_bytes: int,
     ) -> None:
-        self._store, self._entries, self._upcoming = store, entries, upcoming
+        self._store, self._entries = store, entries
+        self._turns, self._taking = self._take(upcoming), threading.Lock()
         self._lookahead_bytes = lookahead_bytes
         self._changed = threading.Condition()
         self._step = -1
         self._closed = threading.Event()
         self._ahead: dict[int, tuple[int, int]] = {}  # shard -> the step that needs it, its bytes
+        self._coming: set[int] = set()  # those of them that are under way
         self._touched_at = time.monotonic()
         self.error: Exception | None = None  # the latest, for debugging
-        self._thread = threading.Thread(target=self._run, name="shard-prefetch", daemon=True)
-        self._thread.start()
+        self._threads = [
+            threading.Thread(target=self._run, name="shard-prefetch", daemon=True) for _ in range(_SHARDS_AT_ONCE)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def reached(self, step: int) -> None:
         """Say that all steps before `step` have their samples."""
@@ -71,22 +78,37 @@ class Prefetcher:
         self._closed.set()
         with self._changed:
             self._changed.notify_all()
-        self._thread.join(timeout=_CLOSE_SECONDS)
+        for thread in self._threads:
+            thread.join(timeout=_CLOSE_SECONDS)
 
     def _run(self) -> None:
         try:
-            for step, shards in self._upcoming:
-                self._wait_while(lambda step=step: self._step < step - _MOST_STEPS_AHEAD)
-                for shard in shards:
-                    self._fetch(shard, step=step)
+            while True:
+                with self._taking:
+                    turn = next(self._turns, None)
+                if turn is None:
+                    return
+                try:
+                    self._fetch(*turn)
+                finally:
+                    self._coming.discard(turn[0])
         except DownloadStopped:
             pass
         except Exception as error:  # noqa: BLE001 - without prefetching, training is only slower
             self.error = error
 
-    def _fetch(self, shard: int, *, step: int) -> None:
-        """Wait for this shard's turn and fetch it, unless training gets there first."""
-        self._wait_while(lambda: self._step <= step and not self._has_room(shard))
+    def _take(self, upcoming: Iterator[tuple[int, Sequence[int]]]) -> Iterator[tuple[int, int]]:
+        """Yield (shard, step) when there is room for it; DownloadStopped on `close`."""
+        for step, shards in upcoming:
+            self._wait_while(lambda step=step: self._step < step - _MOST_STEPS_AHEAD)
+            for shard in shards:
+                self._wait_while(lambda step=step, shard=shard: self._step <= step and not self._has_room(shard))
+                self._coming.add(shard)
+                self._ahead[shard] = step, self._entries[shard].num_bytes or 0
+                yield shard, step
+
+    def _fetch(self, shard: int, step: int) -> None:
+        """Fetch a shard, unless training gets there first."""
         delay = _FIRST_DELAY_SECONDS
         while self._step <= step:
             try:
@@ -103,18 +125,21 @@ class Prefetcher:
                 delay = min(2 * delay, _MOST_DELAY_SECONDS)
 
     def _has_room(self, shard: int) -> bool:
-        self._ahead = {each: (step, size) for each, (step, size) in self._ahead.items() if step >= self._step}
-        ahead_bytes = sum(size for _, size in self._ahead.values())
+        for each, (step, _) in list(self._ahead.items()):
+            if step < self._step:
+                self._ahead.pop(each, None)
+        ahead_bytes = sum(size for _, size in list(self._ahead.values()))
         return not self._ahead or ahead_bytes + (self._entries[shard].num_bytes or 0) <= self._lookahead_bytes
 
     def _wait_while(self, condition: Callable[[], bool], *, poll_seconds: float = TOUCH_SECONDS) -> None:
         """DownloadStopped on `close`."""
-        while condition():
+        while not self._closed.is_set() and condition():
             with self._changed:
                 if not self._closed.is_set():
                     self._changed.wait(poll_seconds)
-            if self._pulse():
-                raise DownloadStopped
+            self._pulse()
+        if self._closed.is_set():
+            raise DownloadStopped
 
     def _pause(self, seconds: float) -> None:
         """Wait, even if training gets there; DownloadStopped on `close`."""
@@ -126,6 +151,8 @@ class Prefetcher:
         if not self._closed.is_set() and time.monotonic() - self._touched_at > TOUCH_SECONDS:
             self._touched_at = time.monotonic()
             for shard, (step, _) in list(self._ahead.items()):
-                if step >= self._step and self._store.keep(self._entries[shard]) is None:
-                    del self._ahead[shard]  # a reader needed its room
+                if step < self._step or shard in self._coming:
+                    continue
+                if self._store.keep(self._entries[shard]) is None:
+                    self._ahead.pop(shard, None)  # a reader needed its room
         return self._closed.is_set()

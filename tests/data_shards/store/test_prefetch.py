@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,7 @@ def test_it_stays_so_far_ahead_and_follows(server: FaultServer, folder: Path, en
         prefetcher.reached(8)
         wait_until(lambda: is_here(folder, 9))
     assert prefetcher.error is None
-    assert not prefetcher._thread.is_alive()
+    assert not any(thread.is_alive() for thread in prefetcher._threads)
     assert not is_here(folder, 6)  # training came past it first
     assert max(server.totals().values()) == 1
 
@@ -129,19 +130,37 @@ def test_errors_are_left_to_the_reader_and_tried_again(
     server.faults["/0.tar"] = deque(["503", "cut:500"])
     missing = server.files.pop("/1.tar")
     with prefetching(folder, entries, lookahead_bytes=10 * SIZE, retry=QUICK) as prefetcher:
-        wait_until(lambda: isinstance(prefetcher.error, MissingObject))
-        assert is_here(folder, 0)
+        wait_until(lambda: is_here(folder, 0) and isinstance(prefetcher.error, MissingObject))
         with pytest.raises(MissingObject, match=r"/1\.tar is not there"):
             Store(CacheConfig(folder=folder), retry=QUICK).open(entries[1])
         server.files["/1.tar"] = missing
         wait_until(lambda: is_here(folder, 2))
 
 
+def test_a_slow_shard_does_not_hold_up_the_next(server: FaultServer, folder: Path, entries: list[ShardEntry]):
+    server.always["/0.tar"] = "stall:70000"
+    with prefetching(folder, entries, lookahead_bytes=10 * SIZE):
+        wait_until(lambda: is_here(folder, 3))
+        assert not is_here(folder, 0)
+
+
+def test_close_ends_planning_that_finds_nothing_to_fetch(
+    folder: Path, entries: list[ShardEntry], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(prefetch_module, "_MOST_STEPS_AHEAD", 10**12)
+    prefetcher = Prefetcher(
+        Store(CacheConfig(folder=folder)), entries, upcoming=((step, ()) for step in count()), lookahead_bytes=SIZE
+    )
+    monkeypatch.setattr(prefetch_module, "_CLOSE_SECONDS", 60.0)
+    prefetcher.close()
+    assert not any(thread.is_alive() for thread in prefetcher._threads)
+
+
 def test_close_ends_a_transfer_that_is_under_way(server: FaultServer, folder: Path, entries: list[ShardEntry]):
     server.always["/0.tar"] = "stall:70000"  # which it would wait out for a minute
     with prefetching(folder, entries, lookahead_bytes=10 * SIZE) as prefetcher:
         wait_until(lambda: server.count("/0.tar") >= 1)
-    assert not prefetcher._thread.is_alive()
+    assert not any(thread.is_alive() for thread in prefetcher._threads)
     assert list(folder.glob("shard*")) == list(folder.glob("*.part")) == []
 
 
@@ -165,10 +184,9 @@ def test_an_error_while_planning_ends_only_the_prefetching(folder: Path, entries
     prefetcher = Prefetcher(
         Store(CacheConfig(folder=folder, limit_bytes=20 * SIZE)), entries, upcoming=upcoming(), lookahead_bytes=SIZE
     )
-    wait_until(lambda: isinstance(prefetcher.error, RuntimeError))
+    wait_until(lambda: isinstance(prefetcher.error, RuntimeError) and is_here(folder, 0))
     prefetcher.reached(1)
     prefetcher.close()
-    assert is_here(folder, 0)
 
 
 def test_local_sets_need_none(tmp_path: Path):
