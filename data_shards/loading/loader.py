@@ -1,7 +1,7 @@
 """The stream of batches: order -> read -> decode -> transform -> `Batch`, with any number of workers.
 
 Everything is a function of the micro-batch's number, so the stream does not depend on workers or world size, and
-resuming needs a few numbers and no replay. Evaluation counts every sample exactly once. One thread per rank prefetches
+resuming needs a few numbers and no replay. Evaluation counts every sample exactly once. Two threads per rank prefetch
 remote shards for the node. Cost: 1 to 3 ms of CPU a photograph, nearly all of it decoding; memory: see `memory`.
 """
 
