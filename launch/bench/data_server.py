@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import unquote
@@ -186,12 +187,10 @@ def _serve_files(folder: Path) -> None:
 
 
 def _serve_s3(folder: Path) -> None:
-    import boto3
-    from moto.server import DomainDispatcherApplication, create_backend_app
-    from werkzeug.serving import WSGIRequestHandler, make_server
+    moto_server, serving = import_module("moto.server"), import_module("werkzeug.serving")  # of the tests' extra
 
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    counts, moto = _Counts(), DomainDispatcherApplication(create_backend_app)
+    counts, moto = _Counts(), moto_server.DomainDispatcherApplication(moto_server.create_backend_app)
 
     def application(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterator[bytes]:
         path = environ["PATH_INFO"]
@@ -204,19 +203,24 @@ def _serve_s3(folder: Path) -> None:
                 counts.sent(len(piece))
                 yield piece
 
-    keeping = type("Keeping", (WSGIRequestHandler,), {"protocol_version": "HTTP/1.1", "disable_nagle_algorithm": True})
-    server = make_server("127.0.0.1", 0, application, threaded=True, request_handler=keeping)
+    options = {"protocol_version": "HTTP/1.1", "disable_nagle_algorithm": True}
+    keeping = type("Keeping", (serving.WSGIRequestHandler,), options)
+    server = serving.make_server("127.0.0.1", 0, application, threaded=True, request_handler=keeping)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
-    endpoint = f"http://127.0.0.1:{server.server_port}"
-    client = boto3.client(
-        "s3", endpoint_url=endpoint, region_name="us-east-1", aws_access_key_id="x", aws_secret_access_key="x"
-    )
-    client.create_bucket(Bucket=BUCKET)
-    for path in sorted(folder.rglob("*")):
-        if path.is_file():
-            key = path.relative_to(folder).as_posix()
-            client.put_object(Bucket=BUCKET, Key=key, Body=path.read_bytes(), ACL="public-read")
+    with contextlib.closing(HTTPConnection("127.0.0.1", server.server_port, timeout=_READY_SECONDS)) as connection:
+
+        def put(path: str, body: bytes | None = None) -> None:
+            connection.request("PUT", path, body=body, headers={"x-amz-acl": "public-read"})
+            answer = connection.getresponse()
+            answer.read()
+            if answer.status != 200:
+                raise RuntimeError(f"moto: {answer.status} for {path}")
+
+        put(f"/{BUCKET}")
+        for path in sorted(folder.rglob("*")):
+            if path.is_file():
+                put(f"/{BUCKET}/{path.relative_to(folder).as_posix()}", path.read_bytes())
     print(server.server_port, flush=True)
     thread.join()
 
