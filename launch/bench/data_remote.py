@@ -44,7 +44,7 @@ class Pass:
 
 
 @dataclass(frozen=True)
-class Row:
+class ReaderFigures:
     """Medians over the rounds."""
 
     images_per_second: float
@@ -155,13 +155,13 @@ def _pass(
     )
 
 
-def rows_of(passes: Sequence[Pass]) -> Mapping[tuple[str, float], Row]:
+def rows_of(passes: Sequence[Pass]) -> Mapping[tuple[str, float], ReaderFigures]:
     """Summarise by reader and delay."""
     groups: dict[tuple[str, float], list[Pass]] = {}
     for each in passes:
         groups.setdefault((each.reader, each.delay_ms), []).append(each)
     return {
-        key: Row(
+        key: ReaderFigures(
             images_per_second=statistics.median(each.images / each.seconds for each in group),
             connections=max(each.connections for each in group),
             first_seconds=statistics.median(each.first_seconds for each in group),
@@ -178,7 +178,7 @@ def remote_lines(kind: StoreKind, passes: Sequence[Pass], skipped: Mapping[str, 
     return [*(f"not run: {name} from {kind}: {why}" for name, why in skipped.items()), *_table(kind, rows_of(passes))]
 
 
-def _table(kind: StoreKind, rows: Mapping[tuple[str, float], Row]) -> Iterator[str]:
+def _table(kind: StoreKind, rows: Mapping[tuple[str, float], ReaderFigures]) -> Iterator[str]:
     delays = sorted({delay for _, delay in rows})
     heads = ("reader", "images/s", "connections", "a connection", "first s", "CPU ms/image", "requests", "MB")
     lines: list[Sequence[str]] = [(f"{kind}, delay ms", *heads)]

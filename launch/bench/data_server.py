@@ -31,7 +31,7 @@ _READY_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
-class Traffic:
+class Asked:
     """Requests that a store has answered since it was asked last."""
 
     requests: int
@@ -45,9 +45,9 @@ class _Counts:
         self._delay_seconds = 0.0
         self._open = self._requests = self._most_open = self._bytes = 0
 
-    def reset(self, delay_ms: float) -> Traffic:
+    def reset(self, delay_ms: float) -> Asked:
         with self._lock:
-            found = Traffic(self._requests, self._most_open, self._bytes / 1e6)
+            found = Asked(self._requests, self._most_open, self._bytes / 1e6)
             self._delay_seconds = delay_ms / 1000
             self._requests = self._bytes = 0
             self._most_open = self._open
@@ -80,12 +80,12 @@ class RunningStore:
         self.environment = {} if kind == "http" else _credentials(self.endpoint)
         self._port = port
 
-    def reset(self, *, delay_ms: float) -> Traffic:
+    def reset(self, *, delay_ms: float) -> Asked:
         """Set the delay; tell what was asked since the last call."""
         connection = HTTPConnection("127.0.0.1", self._port, timeout=_READY_SECONDS)
         with contextlib.closing(connection):
             connection.request("GET", f"{_CONTROL}{delay_ms}")
-            return Traffic(**json.loads(connection.getresponse().read()))
+            return Asked(**json.loads(connection.getresponse().read()))
 
 
 @contextlib.contextmanager

@@ -30,7 +30,7 @@ _MOVES_OF_OUTPUT = 3  # fetched and written by the resize, read by whoever takes
 
 
 @dataclass(frozen=True)
-class Run:
+class ThreadsRun:
     """Our loader with a number of threads, over a number of images; seconds of CPU are of the whole process."""
 
     threads: int
@@ -71,7 +71,7 @@ def efficiency(rates: Mapping[int, float]) -> dict[int, float]:
     return {threads: rate / threads / rates[1] for threads, rate in rates.items()}
 
 
-def limits_of(one: Run, *, file_bytes: float, copied_bytes_per_second: float) -> Limits:
+def limits_of(one: ThreadsRun, *, file_bytes: float, copied_bytes_per_second: float) -> Limits:
     """Derive the bounds from a run of one thread and from how much is copied here (read and written) a second."""
     moved = _MOVES_OF_FILE * file_bytes + _MOVES_OF_PIXELS * 3 * one.pixels / one.images
     moved += _MOVES_OF_OUTPUT * 3 * PIXELS**2
@@ -109,8 +109,8 @@ def split_threads(threads: Sequence[int], *, cores: int, beyond_cores: bool) -> 
 class Scaling:
     """Runs by number of threads: with native work done, and with it slept."""
 
-    done: Mapping[int, Run]
-    slept: Mapping[int, Run]
+    done: Mapping[int, ThreadsRun]
+    slept: Mapping[int, ThreadsRun]
     left_out: Sequence[int]
     cores: int
 
@@ -130,7 +130,7 @@ def measure_threads(
     for number in left_out:
         print(f"not run: {number} threads on {cores} cores; --beyond-cores runs them", flush=True)
 
-    def one(number: int, sleep_us: tuple[float, float] | None) -> Run:
+    def one(number: int, sleep_us: tuple[float, float] | None) -> ThreadsRun:
         with tempfile.TemporaryDirectory(prefix="cache-", dir=root) as cache:
             found = _child(location, cache, number, images=images, sleep_us=sleep_us, root=root)
         kind = "" if sleep_us is None else ", native work slept"
@@ -146,7 +146,7 @@ def measure_threads(
     return Scaling(done, slept, left_out, cores)
 
 
-def _fastest(runs: Sequence[Run]) -> Run:
+def _fastest(runs: Sequence[ThreadsRun]) -> ThreadsRun:
     return max(runs, key=lambda run: run.images_per_second)
 
 
@@ -158,7 +158,7 @@ def _child(
     images: int,
     sleep_us: tuple[float, float] | None,
     root: Path,
-) -> Run:
+) -> ThreadsRun:
     batches = max(images // BATCH_IMAGES, _BATCHES_A_THREAD * threads)
     request = {"location": location, "cache": cache, "threads": threads, "batches": batches, "sleep_us": sleep_us}
     told = run_told(
@@ -173,7 +173,7 @@ def _child(
     if told.failure:
         raise RuntimeError(f"our own data path failed: {told.failure}")
     spent = {name: told.marks["end"][name] - value for name, value in told.marks["go"].items()}
-    return Run(threads, batches * BATCH_IMAGES, **spent)
+    return ThreadsRun(threads, batches * BATCH_IMAGES, **spent)
 
 
 def scaling_lines(scaling: Scaling, *, file_bytes: float, copied_bytes_per_second: float) -> list[str]:

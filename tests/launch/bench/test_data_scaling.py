@@ -12,8 +12,8 @@ from shardvit.launch.bench.data_remote import Pass, remote_lines, rows_of
 from shardvit.launch.bench.data_scaling import scale
 from shardvit.launch.bench.data_server import running_store
 from shardvit.launch.bench.data_threads import (
-    Run,
     Scaling,
+    ThreadsRun,
     efficiency,
     likely_efficiency,
     limits_of,
@@ -23,10 +23,12 @@ from shardvit.launch.bench.data_threads import (
 from tests.launch.bench.test_data import jpeg
 
 
-def run(threads: int, *, seconds: float = 1.5, waited_seconds: float = 0.0) -> Run:
+def run(threads: int, *, seconds: float = 1.5, waited_seconds: float = 0.0) -> ThreadsRun:
     """1,000 images of 1 ms to decode, 0.2 to resize and 0.3 of all else."""
     spent = {"cpu_seconds": 1.5, "system_seconds": 0.1, "decode_seconds": 1.0, "resize_seconds": 0.2}
-    return Run(threads, 1000, seconds, **spent, page_faults=5000, waited_seconds=waited_seconds, pixels=100_000 * 1000)
+    return ThreadsRun(
+        threads, 1000, seconds, **spent, page_faults=5000, waited_seconds=waited_seconds, pixels=100_000 * 1000
+    )
 
 
 def test_efficiency_is_speed_a_thread_to_that_of_one():
