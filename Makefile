@@ -8,7 +8,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help demo test faults soak check format docs clean
+.PHONY: help demo test gpu faults soak check format docs clean
 
 VENV := .venv
 DATA ?= digits
@@ -22,11 +22,13 @@ ifdef PYTHON
 PY := $(PYTHON)
 BASE := missing-base
 ALL := missing-all
+GPU := missing-gpu
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 else
 PY := $(CURDIR)/$(VENV)/bin/python
 BASE := $(VENV)/.stamp-base
 ALL := $(VENV)/.stamp-all
+GPU := $(ALL)
 # DeepSpeed calls ninja by its bare name.
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 endif
@@ -41,6 +43,9 @@ demo: $(BASE) ## pack, pre-train, swap the head, fine-tune, report: all on real 
 
 test: $(ALL) ## run the tests in two processes, without those marked slow or faults (ARGS go to pytest; ARGS='-n 0': in one)
 	@$(PY) -m pytest -n 2 --dist loadfile --once-more -m "not slow and not faults" $(ARGS)
+
+gpu: $(GPU) ## try all that a GPU can get wrong: gpu-report.html (30 minutes; ARGS='--device cpu' or '--only suite'; docs/gpu.md)
+	@$(PY) -m shardvit.launch.bench.acceptance $(ARGS)
 
 faults: $(ALL) ## try every fault on real processes and print what became of each (40 minutes on 2 cores; ARGS='--faults-table FILE')
 	@$(PY) -m pytest tests/faults $(ARGS)
@@ -64,12 +69,14 @@ clean: ## remove .venv and all caches (never runs/ or your shards)
 
 # ---- set-up ---------------------------------------------------------------------------------------------------------
 
-.PHONY: missing-base missing-all installed
+.PHONY: missing-base missing-all missing-gpu installed
 installed: $(ALL)
 missing-base:
 	@$(PY) .ci/missing_packages.py
 missing-all:
 	@$(PY) .ci/missing_packages.py test dev
+missing-gpu:
+	@$(PY) .ci/missing_packages.py || echo "shardvit: going on; lines that need them will say so" >&2
 
 $(VENV)/.stamp-base: pyproject.toml constraints.txt
 	@bash .ci/install "$(VENV)" "." "installing torch, DeepSpeed, MLflow and the rest into $(VENV) (once: 2 to 5 minutes, 6.5 GB)"

@@ -47,12 +47,33 @@ if importlib.util.find_spec("hypothesis"):
 RunCli = Callable[..., subprocess.CompletedProcess[str]]
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what is marked `gpu` where torch sees no CUDA device (torch is imported for this only if there is any)."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Where what is marked `gpu` runs."""
+    parser.addoption(
+        "--device",
+        choices=("cuda", "cpu"),
+        default="cuda",
+        help="of the tests in tests/gpu; cpu: the same code on the CPU, as if no GPU were there (default: %(default)s)",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Hide the GPUs, before torch is imported."""
+    if config.getoption("--device") == "cpu":
+        os.environ.update(CUDA_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip what is marked `gpu` where torch sees no CUDA device (torch is imported for this only if there is any), but
+    with `--device cpu` only what has no `device` to run on instead.
+    """
+    on_cpu = config.getoption("--device") == "cpu"
     marked = [item for item in items if item.get_closest_marker("gpu")]
+    if on_cpu:
+        marked = [item for item in marked if "device" not in getattr(item, "fixturenames", ())]
     if not marked:
         return
-    if importlib.util.find_spec("torch"):
+    if not on_cpu and importlib.util.find_spec("torch"):
         import torch
 
         if torch.cuda.is_available():

@@ -8,10 +8,10 @@ from pathlib import Path
 from tests.conftest import ROOT
 
 
-def run_ranks(worker: Path, out: Path, *, world_size: int) -> None:
-    """Run `python WORKER OUT RANK WORLD_SIZE` on the CPU for every rank; AssertionError with what all said if one
-    fails."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
+def run_ranks(worker: Path, out: Path, *, world_size: int, accelerator: str = "cpu") -> None:
+    """Run `python WORKER OUT RANK WORLD_SIZE` for every rank, by default on the CPU; AssertionError with what all said
+    if one fails."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": accelerator}
     processes = [
         subprocess.Popen(
             [sys.executable, str(worker), str(out), str(rank), str(world_size)],

@@ -177,11 +177,11 @@ def counted(case: Case, *, ranks: Ranks) -> Counted:
     model = build(recipe)
     parameters = [each.numel() for each in model.parameters()]
     with settled_kernels(recipe, stage="pretrain", model=model) as kernels:
-        with _seen_waits(case):
+        with seen_waits(case):
             engine = open_engine(recipe, stage="pretrain", plan=plan, model=model, ranks=ranks)
             engine.module.train()
             _fuse()
-            ours = _Ours(recipe, engine, plan=plan, rank=ranks.place.rank)
+            ours = OurSteps(recipe, engine, plan=plan, rank=ranks.place.rank)
             for _ in range(_WARM_UP):
                 ours.step()
             phases = _phases(Operations)
@@ -250,7 +250,7 @@ class _Plain:
                 self.optimizer.zero_grad()
 
 
-class _Ours:
+class OurSteps:
     """The training loop's calls in a step that logs nothing, with the product's own task."""
 
     def __init__(self, recipe: Recipe, engine: Engine, *, plan: StagePlan, rank: int) -> None:
@@ -308,7 +308,7 @@ def _input_waits(recipe: Recipe, *, plan: StagePlan) -> dict[str, int]:
 
 
 @contextlib.contextmanager
-def _seen_waits(case: Case) -> Iterator[None]:
+def seen_waits(case: Case) -> Iterator[None]:
     """Let DeepSpeed wait as on a GPU; ZeRO 0 does not import it."""
     if case.zero_stage:
         import_deepspeed()
