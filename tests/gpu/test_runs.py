@@ -37,6 +37,7 @@ def case_of(folder: Path, shards: Path, name: str) -> Case:
     """40 steps with everything random, and a new head; saves beside training."""
     stage = small_stage(
         shards,
+        head="linear",  # timm has no other
         global_batch_size=32,
         duration="40 steps",
         augment={"mixup_alpha": 0.2, "random_erasing": {"probability": 0.2}},
