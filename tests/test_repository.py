@@ -91,6 +91,7 @@ EXTRAS = {name: "onnx" for name in ("google", "onnx", "onnxruntime", "onnxscript
     name: name for name in ("ray", "tensorboard", "wandb")
 }
 BENCH_PEERS = (
+    "launch/bench/acceptance_lines.py",  # a plugin of pytest's
     "launch/bench/data_peers.py",
     "launch/bench/gpu_contenders.py",
 )
