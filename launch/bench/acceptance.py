@@ -32,7 +32,6 @@ GROUPS = (
     LineGroup("suite", "Optimizers", ("tests/gpu/test_optimizers.py",)),
     LineGroup("suite", "Snapshots, resume, other ZeRO stages", ("tests/gpu/test_saves.py",)),
     LineGroup("suite", "Memory against the plan", ("tests/gpu/test_memory.py",)),
-    LineGroup("suite", "Whole runs, predict, export", ("tests/gpu/test_runs.py",)),
     LineGroup(
         "suite",
         "Parts that only a GPU has: page-locked buffers, decoder, kernels",
@@ -45,6 +44,7 @@ GROUPS = (
             "tests/pipeline/using/test_predict.py",
         ),
     ),
+    LineGroup("suite", "Whole runs, predict, export", ("tests/gpu/test_runs.py",)),
     LineGroup("nccl", "Two processes", ("tests/gpu/test_processes.py",)),
 )
 _LINE_SECONDS = {"cuda": 240.0, "cpu": 900.0}  # without a word

@@ -22,9 +22,7 @@ RunCli = Callable[..., subprocess.CompletedProcess[str]]
 KILLED, SAVED = 30, 20
 ENGINES: dict[str, dict[str, Any]] = {
     "ZeRO 1, bf16": {},
-    "ZeRO 0, fp32": {"zero_stage": 0, "precision": "fp32"},
     "ZeRO 3, bf16": {"zero_stage": 3},
-    "accelerate, bf16": {"zero_stage": 0, "backend": "accelerate"},
 }
 
 

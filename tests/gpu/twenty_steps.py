@@ -30,7 +30,7 @@ from shardvit.pipeline.recipe.stage_plan import StagePlan, plan_stage
 STEPS, CLASSES, SIZE, IMAGES = 20, 10, 16, 16
 MODEL = {"width": 64, "depth": 2, "heads": 2, "patch_size": 4}
 LR, CLIP = 1e-3, 1.0
-TOLERANCES = {"fp32": 1e-5, "tf32": 5e-3, "fp16": 5e-3, "bf16": 2e-2}
+TOLERANCES = {"fp32": 5e-5, "tf32": 5e-3, "fp16": 5e-3, "bf16": 2e-2}
 ENGINES: dict[str, dict[str, Any]] = {
     **{f"ZeRO {stage}": {"zero_stage": stage} for stage in range(4)},
     "accelerate": {"zero_stage": 0, "backend": "accelerate"},
