@@ -3,7 +3,7 @@
 Run `python -m shardvit.launch.bench.acceptance` in a clone: half an hour on a GPU, the same code on two cores with
 `--device cpu`. It needs pytest and no network. Four parts: the tests marked `gpu` (suite), `launch.bench.gpu` (bench),
 the demo, and two processes, on two GPUs over NCCL (nccl). `gpu-report.json` is written after each line, the page beside
-it after each part. `--only` leaves other parts' results in an existing report; `--go-on` repeats what has not passed.
+it after each part. `--only` leaves other parts' results in an existing report; `--go-on` leaves out tests that have passed.
 Exit code 1 if a line fails. Speeds below `launch.bench.gpu`'s bounds are lines, too.
 """
 
@@ -78,7 +78,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="(default: %(default)s)")
     parser.add_argument("--only", type=_parts, default=get_args(Part), help=f"parts: {','.join(get_args(Part))}")
-    parser.add_argument("--go-on", action="store_true", help="repeat only what an existing report has not passed")
+    parser.add_argument("--go-on", action="store_true", help="leave out tests that have passed in an existing report")
     parser.add_argument("--out", type=Path, default=Path("gpu-report"), help="FILE of FILE.json and FILE.html")
     arguments = parser.parse_args()
     if not (ROOT / "tests" / "gpu").is_dir():
