@@ -3,8 +3,8 @@
 Run `python -m shardvit.launch.bench.acceptance` in a clone: half an hour on a GPU, the same code on two cores with
 `--device cpu`. It needs pytest and no network. Four parts: the tests marked `gpu` (suite), `launch.bench.gpu` (bench),
 the demo, and two processes, on two GPUs over NCCL (nccl). `gpu-report.json` is written after each line, the page beside
-it after each part. `--only` leaves other parts' results in an existing report; `--go-on` leaves out tests that have passed.
-Exit code 1 if a line fails. Speeds below `launch.bench.gpu`'s bounds are lines, too.
+it after each part. `--only` leaves other parts' results in an existing report; `--go-on` leaves out tests that passed
+there. Exit code 1 if a line fails. Speeds below `launch.bench.gpu`'s bounds are lines, too.
 """
 
 import argparse

@@ -11,10 +11,8 @@ from shardvit.pipeline.ranks.place import Place
 from tests.gpu.twenty_steps import ENGINES, STEPS, opened, recipe_for
 
 CASES: dict[str, dict[str, Any]] = {
-    f"{name}, {precision}": {**keys, "precision": precision}
-    for name, keys in ENGINES.items()
-    for precision in ("fp32", "bf16")
-} | {
+    **{f"{name}, fp32": keys for name, keys in ENGINES.items()},
+    **{f"ZeRO {stage}, bf16": {"zero_stage": stage, "precision": "bf16"} for stage in (1, 3)},
     "ZeRO 1, bf16, small buckets": {"precision": "bf16", "bucket_elements": 60_000},
     "ZeRO 1, bf16, overlap off": {"precision": "bf16", "overlap": "off"},
     "ZeRO 1, bf16, compiled": {"precision": "bf16", "compile": "blocks"},
