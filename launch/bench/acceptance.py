@@ -10,6 +10,7 @@ there. Exit code 1 if a line fails. Speeds below `launch.bench.gpu`'s bounds are
 import argparse
 import json
 import math
+import signal
 import subprocess
 import sys
 import tempfile
@@ -84,6 +85,7 @@ def main() -> None:
     if not (ROOT / "tests" / "gpu").is_dir():
         parser.error("the tests are not here: run it in a clone of the repository")
     setting = _setting(arguments, parser)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through what ends the processes
     for part in arguments.only:
         print(f"== {part} ==", flush=True)
         for line in _RUN[part](setting):
