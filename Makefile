@@ -38,7 +38,7 @@ help: ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
 	@echo "Examples: make demo DATA=fashion-mnist    make test ARGS='-m slow'    make test ARGS=tests/model"
 
-demo: $(BASE) ## pack, pre-train, swap the head, fine-tune, report: all on real images (DATA=digits or fashion-mnist)
+demo: $(BASE) ## pack, pre-train, swap the head, fine-tune, report: all on real images (DATA=digits, fashion-mnist or cifar10)
 	@$(PY) -m shardvit.launch.cli demo --data $(DATA) $(ARGS)
 
 test: $(ALL) ## run the tests in two processes, without those marked slow or faults (ARGS go to pytest; ARGS='-n 0': in one)

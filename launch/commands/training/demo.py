@@ -1,7 +1,8 @@
 """`shardvit demo`: the whole pipeline on small real images, ending in a table and the next commands to type.
 
 Packs two shard sets (one to pre-train on, three other classes to transfer to), runs the recipe, repeats its fine-tuning
-from scratch, and compares. Resumes when run again after an interruption.
+from scratch, and compares. CIFAR-10, which must be at hand, is one set for both stages, without the comparison. Resumes
+when run again after an interruption.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
+from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.text import table
 from shardvit.launch.flags import RunsFolder
 from shardvit.launch.local.env import num_gpus
@@ -24,18 +26,26 @@ if TYPE_CHECKING:
     from shardvit.pipeline.recipe.vocabulary import StageName
     from shardvit.pipeline.runs.run_folder import RunFolder
 
-DemoData = Literal["digits", "fashion-mnist"]
+DemoData = Literal["digits", "fashion-mnist", "cifar10"]
+
+CIFAR10_NAMES = (
+    *("cifar-10-python.tar.gz", "cifar-10-binary.tar.gz", "cifar-10-batches-py", "cifar-10-batches-bin"),
+    *("cifar10", "cifar10-imagefolder.tar.gz"),
+)
+"""As published, then folders train/CLASS/*.jpg and test/CLASS/*.jpg; the first that is there is taken."""
 
 
 @dataclass(frozen=True)
 class DemoChoice:
-    """A demo's recipe, and the classes and held-out share of each shard set."""
+    """A demo's recipe, and the classes and held-out share of each shard set; without classes it has one set, and no
+    comparison with training from scratch."""
 
     recipe: str
-    pretrain_classes: tuple[str, ...]
-    transfer_classes: tuple[str, ...]
+    pretrain_classes: tuple[str, ...] = ()
+    transfer_classes: tuple[str, ...] = ()
     pretrain_holdout: float | None = None  # None: the source has its own held-out split
     transfer_holdout: float | None = None
+    other_lr: float = 0.01  # to fine-tune once more with
 
 
 CHOICES: dict[DemoData, DemoChoice] = {
@@ -51,6 +61,7 @@ CHOICES: dict[DemoData, DemoChoice] = {
         pretrain_classes=("T-shirt/top", "Trouser", "Dress", "Sandal", "Shirt", "Sneaker", "Bag"),
         transfer_classes=("Pullover", "Coat", "Ankle boot"),
     ),
+    "cifar10": DemoChoice("cifar10", other_lr=0.001),
 }
 
 
@@ -59,31 +70,36 @@ def demo(
     data: Annotated[DemoData, Parameter(help="Which images.")] = "digits",
     runs: RunsFolder = Path("runs"),
     shards: Annotated[Path, Parameter(help="Where the shards are packed to.")] = Path("shards"),
+    source: Annotated[Path | None, Parameter(help="CIFAR-10's archive or folder, if not in this folder.")] = None,
 ) -> int:
     """Run the whole pipeline on small real images, and compare with training from scratch.
 
     Some examples:
         shardvit demo
         shardvit demo --data fashion-mnist
+        shardvit demo --data cifar10 --source cifar-10-python.tar.gz
     """
     go_on()
-    choice = CHOICES[data]
+    choice, images = CHOICES[data], _source(data, source)
     print(f"== packing {data} ==", flush=True)
     from shardvit.data_shards.packing.pack import pack  # late: the first line must not wait
     from shardvit.launch.local.nursery import open_nursery
     from shardvit.launch.run.pipeline_run import PipelineRun
     from shardvit.pipeline.recipe.io import difference_to_parent, load_recipe
 
-    packed = (
-        ("pretrain", choice.pretrain_classes, choice.pretrain_holdout),
-        ("transfer", choice.transfer_classes, choice.transfer_holdout),
-    )
+    packed: list[tuple[str, tuple[str, ...] | None, float | None]] = [
+        ("-pretrain", choice.pretrain_classes, choice.pretrain_holdout),
+        ("-transfer", choice.transfer_classes, choice.transfer_holdout),
+    ]
+    recipes = (choice.recipe, f"{choice.recipe}_scratch")
+    if not choice.transfer_classes:
+        packed, recipes = [("", None, None)], recipes[:1]
     folders: list[RunFolder] = []
     with ExitStack() as held:
         nursery = held.enter_context(open_nursery())  # imports the libraries meanwhile
         for use, classes, holdout in packed:
-            pack(data, shards / f"{data}-{use}", classes=classes, holdout=holdout)
-        for recipe in (choice.recipe, f"{choice.recipe}_scratch"):
+            pack(images, shards / f"{data}{use}", classes=classes, holdout=holdout)
+        for recipe in recipes:
             print(f"\n== {recipe} ==", flush=True)
             changes = [*_shard_paths(recipe, data, shards), *_few_shot(recipe, data, shards), *_processes()]
             run = PipelineRun.open(
@@ -96,29 +112,45 @@ def demo(
                 return code
             folders.append(run.folder)
             nursery = None  # it ended with its ranks
-    transferred, scratch = folders
-    print(f"\n{comparison(transferred, scratch=scratch)}\n\n{next_commands(choice, runs_root=runs)}\n", flush=True)
+    transferred, *others = folders
+    print(
+        f"\n{comparison(transferred, scratch=next(iter(others), None))}\n\n{next_commands(choice, runs_root=runs)}\n",
+        flush=True,
+    )
     from shardvit.launch.pages.sections import write_beside
 
-    print(f"report  {write_beside(transferred, others=[scratch])}")
+    print(f"report  {write_beside(transferred, others=others)}")
     return 0
+
+
+def _source(data: DemoData, given: Path | None) -> str:
+    """What to pack; UserError if CIFAR-10 is not at hand."""
+    if data != "cifar10":
+        if given:
+            raise UserError(f"--source: the images of {data} are on this machine; it is for --data cifar10")
+        return data
+    found = given or next((Path(name) for name in CIFAR10_NAMES if Path(name).exists()), None)
+    if found is None:
+        raise UserError(f"cifar10: nothing here is named {', '.join(CIFAR10_NAMES)}; give --source PATH")
+    return str(found)
 
 
 def _shard_paths(recipe: str, data: DemoData, shards_root: Path) -> list[str]:
     if shards_root == Path("shards"):
         return []
-    uses = {"pretrain": "pretrain", "finetune": "transfer"}
+    one = not CHOICES[data].transfer_classes
+    uses = {"pretrain": "" if one else "-pretrain", "finetune": "" if one else "-transfer"}
     if recipe.endswith("_scratch"):
         del uses["pretrain"]
     return [
-        f"stages.{stage}.{key}={shards_root / f'{data}-{use}' / split}"
+        f"stages.{stage}.{key}={shards_root / f'{data}{use}' / split}"
         for stage, use in uses.items()
         for key, split in (("train", "train"), ("eval", "val"))
     ]
 
 
 def _few_shot(recipe: str, data: DemoData, shards_root: Path) -> list[str]:
-    if recipe.endswith("_scratch"):
+    if recipe.endswith("_scratch") or not CHOICES[data].transfer_classes:
         return []
     transfer = shards_root / f"{data}-transfer"
     config = {"name": "transfer", "train": f"{transfer}/train", "eval": f"{transfer}/val", "shots": [5, 10]}
@@ -130,8 +162,8 @@ def _processes() -> list[str]:
     return [f"processes={min(2, gpus)}"] if (gpus := num_gpus()) else []
 
 
-def comparison(transferred: RunFolder, *, scratch: RunFolder) -> str:
-    """Tabulate each stage's images, seconds and top-1, and the top-1 of fine-tuning from scratch."""
+def comparison(transferred: RunFolder, *, scratch: RunFolder | None) -> str:
+    """Tabulate each stage's images, seconds and top-1, and the top-1 of fine-tuning from scratch, if it was done."""
     from shardvit.pipeline.recipe.io import parse_recipe
 
     def top1(folder: RunFolder, name: StageName) -> str:
@@ -141,10 +173,12 @@ def comparison(transferred: RunFolder, *, scratch: RunFolder) -> str:
 
     recipe = parse_recipe(transferred.path / "recipe.yaml")
     stages = recipe.stages
-    rows = [("stage", "images seen", "seconds", "resolution", "top-1 held out", "top-1 from scratch")]
+    rows = [
+        ("stage", "images seen", "seconds", "resolution", "top-1 held out", "top-1 from scratch" if scratch else "")
+    ]
     for name in stages.names:
         record, size = transferred.record(name), getattr(getattr(stages, name), "image_size", None)
-        own, other = top1(transferred, name), top1(scratch, name) if name == "finetune" else ""
+        own, other = top1(transferred, name), top1(scratch, name) if scratch and name == "finetune" else ""
         seen, seconds = f"{record.images_seen:,}", f"{record.seconds:.1f}"
         rows.append((name, seen, seconds, f"{size} px" if size else "", own, other))
     return table(rows, align="lr", heading="ruled")
@@ -159,7 +193,7 @@ def next_commands(choice: DemoChoice, *, runs_root: Path) -> str:
         f"                          and open http://127.0.0.1:5000/#/experiments/1?workflowType=machine_learning\n"
         f"  resume                  interrupt a run (Ctrl-C or kill -9) and type the same command again\n"
         f"  fine-tune once more     {shardvit} run {choice.recipe} --restart finetune "
-        f"{' '.join(['stages.finetune.optimizer.lr=0.01', *_processes()])}\n"
+        f"{' '.join([f'stages.finetune.optimizer.lr={choice.other_lr}', *_processes()])}\n"
         f"  use your own images     {shardvit} pack FOLDER_OF_CLASS_FOLDERS shards/mine --holdout 0.1\n"
         f"                          {shardvit} recipes photos > my.yaml, set its train and eval, {shardvit} run my.yaml"
     )

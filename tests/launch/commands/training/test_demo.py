@@ -6,9 +6,11 @@ from typing import get_args
 
 import pytest
 
+from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.packing.sources.recognise import open_source
 from shardvit.launch.commands.training.demo import CHOICES, comparison, next_commands
 from shardvit.launch.commands.training.demo import _shard_paths as shard_paths
+from shardvit.launch.commands.training.demo import _source as source
 from shardvit.model.formats.export import formats_of
 from shardvit.model.vocabulary import ExportFormat
 from shardvit.pipeline.recipe.io import load_recipe
@@ -18,8 +20,10 @@ from shardvit.pipeline.runs.run_folder import RunFolder
 from shardvit.pipeline.stage.initial_model import StageStart, stage_model
 from tests.conftest import ROOT
 
+TRANSFERRED = [data for data, choice in CHOICES.items() if choice.transfer_classes]
 
-@pytest.mark.parametrize("data", CHOICES)
+
+@pytest.mark.parametrize("data", TRANSFERRED)
 def test_seven_classes_are_trained_on_and_three_others_transferred_to(data):
     choice = CHOICES[data]
     assert len(set(choice.pretrain_classes)) == 7
@@ -32,7 +36,7 @@ def test_the_digits_have_these_classes():
     assert set(choice.pretrain_classes) | set(choice.transfer_classes) == set(open_source("digits").classes)
 
 
-@pytest.mark.parametrize("data", CHOICES)
+@pytest.mark.parametrize("data", TRANSFERRED)
 def test_the_comparison_differs_from_the_fine_tuning_in_its_start_alone(data):
     recipe, scratch = load_recipe(CHOICES[data].recipe), load_recipe(f"{CHOICES[data].recipe}_scratch")
     ours, theirs = recipe.stages.finetune, scratch.stages.finetune
@@ -61,6 +65,26 @@ def test_shards_elsewhere_are_told_to_the_recipe(recipe):
     assert shard_paths(recipe, "digits", Path("shards")) == []
 
 
+def test_cifar10_is_taken_from_the_folder_at_hand_or_from_where_it_is_said_to_be(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r"cifar-10-python\.tar\.gz.*--source"):
+        source("cifar10", None)
+    (tmp_path / "cifar10").mkdir()
+    (tmp_path / "cifar-10-binary.tar.gz").touch()
+    assert source("cifar10", None) == "cifar-10-binary.tar.gz"  # as published, before a folder
+    assert source("cifar10", Path("else")) == "else"
+    assert source("digits", None) == "digits"
+    with pytest.raises(UserError, match="--source"):
+        source("digits", Path("cifar10"))
+
+
+def test_cifar10_is_one_shard_set_for_both_stages():
+    changed = load_recipe("cifar10", overrides=shard_paths("cifar10", "cifar10", Path("/else")))
+    for stage in (changed.train_stage("pretrain"), changed.train_stage("finetune")):
+        assert [each.shards for each in stage.train or ()] == ["/else/cifar10/train"]
+        assert stage.eval and stage.eval.shards == "/else/cifar10/val"
+
+
 def test_the_table_shows_what_the_records_hold(tmp_path):
     recipe: Recipe = load_recipe("digits")
     folder, scratch = RunFolder(tmp_path, "digits"), RunFolder(tmp_path, "digits-scratch")
@@ -75,6 +99,9 @@ def test_the_table_shows_what_the_records_hold(tmp_path):
     assert lines[2].split() == ["pretrain", "51,200", "61.2", "16", "px", "0.9800"]
     assert lines[4].split() == ["finetune", "3,200", "5.0", "24", "px", "0.9700", "0.7500"]
     assert "0.75" in lines[4] and "0.75" not in lines[2]
+    assert [line.rstrip() for line in comparison(folder, scratch=None).splitlines()[2:]] == [
+        line.removesuffix("0.7500").rstrip() for line in lines[2:]
+    ]
 
 
 def test_the_next_commands_name_the_store_and_the_recipe(tmp_path):
