@@ -101,7 +101,7 @@ def demo(
             pack(images, shards / f"{data}{use}", classes=classes, holdout=holdout)
         for recipe in recipes:
             print(f"\n== {recipe} ==", flush=True)
-            changes = [*_shard_paths(recipe, data, shards), *_few_shot(recipe, data, shards), *_processes()]
+            changes = [*_shard_paths(recipe, data, shards), *_few_shot(recipe, data, shards), *_machine(data)]
             run = PipelineRun.open(
                 load_recipe(recipe, overrides=changes),
                 runs_root=runs,
@@ -114,7 +114,7 @@ def demo(
             nursery = None  # it ended with its ranks
     transferred, *others = folders
     print(
-        f"\n{comparison(transferred, scratch=next(iter(others), None))}\n\n{next_commands(choice, runs_root=runs)}\n",
+        f"\n{comparison(transferred, scratch=next(iter(others), None))}\n\n{next_commands(data, runs_root=runs)}\n",
         flush=True,
     )
     from shardvit.launch.pages.sections import write_beside
@@ -157,9 +157,13 @@ def _few_shot(recipe: str, data: DemoData, shards_root: Path) -> list[str]:
     return [f"stages.pretrain.few_shot={json.dumps([config])}"]
 
 
-def _processes() -> list[str]:
-    """The recipes have two processes; on GPUs, each needs its own."""
-    return [f"processes={min(2, gpus)}"] if (gpus := num_gpus()) else []
+def _machine(data: DemoData) -> list[str]:
+    """The recipes have two processes; on GPUs, each needs its own. On CPUs without AMX, bf16 is slower than float32."""
+    if gpus := num_gpus():
+        return [f"processes={min(2, gpus)}"]
+    facts = Path("/proc/cpuinfo")
+    has_amx = facts.exists() and "amx_bf16" in facts.read_text(encoding="utf-8")
+    return ["engine.precision=fp32"] if data == "cifar10" and not has_amx else []
 
 
 def comparison(transferred: RunFolder, *, scratch: RunFolder | None) -> str:
@@ -184,8 +188,9 @@ def comparison(transferred: RunFolder, *, scratch: RunFolder | None) -> str:
     return table(rows, align="lr", heading="ruled")
 
 
-def next_commands(choice: DemoChoice, *, runs_root: Path) -> str:
+def next_commands(data: DemoData, *, runs_root: Path) -> str:
     """Suggest the next commands."""
+    choice = CHOICES[data]
     shardvit, mlflow = _command("shardvit", module="shardvit.launch.cli"), _command("mlflow", module="mlflow")
     return (
         "Next:\n"
@@ -193,7 +198,7 @@ def next_commands(choice: DemoChoice, *, runs_root: Path) -> str:
         f"                          and open http://127.0.0.1:5000/#/experiments/1?workflowType=machine_learning\n"
         f"  resume                  interrupt a run (Ctrl-C or kill -9) and type the same command again\n"
         f"  fine-tune once more     {shardvit} run {choice.recipe} --restart finetune "
-        f"{' '.join([f'stages.finetune.optimizer.lr={choice.other_lr}', *_processes()])}\n"
+        f"{' '.join([f'stages.finetune.optimizer.lr={choice.other_lr}', *_machine(data)])}\n"
         f"  use your own images     {shardvit} pack FOLDER_OF_CLASS_FOLDERS shards/mine --holdout 0.1\n"
         f"                          {shardvit} recipes photos > my.yaml, set its train and eval, {shardvit} run my.yaml"
     )

@@ -49,7 +49,7 @@ def test_the_comparison_differs_from_the_fine_tuning_in_its_start_alone(data):
 
 def test_the_recipe_that_one_is_told_to_copy_makes_models_that_every_program_loads():
     page = (ROOT / "README.md").read_text(encoding="utf-8")
-    for text in (page, next_commands(CHOICES["digits"], runs_root=Path("runs"))):
+    for text in (page, next_commands("digits", runs_root=Path("runs"))):
         (name,) = set(re.findall(r"recipes (\w+) > my\.yaml", text))
         recipe = load_recipe(name)
         meta = stage_model(recipe, stage="finetune", classes=["a"], start=StageStart())
@@ -105,5 +105,5 @@ def test_the_table_shows_what_the_records_hold(tmp_path):
 
 
 def test_the_next_commands_name_the_store_and_the_recipe(tmp_path):
-    text = next_commands(CHOICES["digits"], runs_root=Path("runs"))
+    text = next_commands("digits", runs_root=Path("runs"))
     assert "sqlite:///runs/mlflow.db" in text and "run digits --restart finetune" in text

@@ -1,0 +1,174 @@
+"""Train recipe `cifar10` and what it is compared with on CIFAR-10, over seeds, each at the recipe's CPU time.
+
+Run `python -m shardvit.launch.bench.cifar10 SHARDS --out FOLDER`; the table is in records/cifar10.txt. SHARDS has train
+and val: the test images, or for `--choices` a held-out tenth of the training images (`shardvit pack cifar10/train
+SHARDS --holdout 0.1`). `--timm CHECKOUT --images cifar10/` adds timm's `train.py` on the same JPEGs. A finished run is
+kept in FOLDER, with its result beside it; an unfinished one begins anew.
+
+Costs the recipe's time for each arm and seed, and for each choice `--share` of it. CPU time is that of all processes,
+with start and evaluations; other programs stretch the clock, hardly this. An arm whose images cost more or less than
+the recipe's has other durations, so that CPU times agree.
+"""
+
+import argparse
+import csv
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import mean
+
+from shardvit.launch.bench.cifar10_arms import score
+from shardvit.launch.bench.measure import children_cpu_seconds, setting
+from shardvit.pipeline.recipe.duration import parse_duration
+from shardvit.pipeline.recipe.io import load_recipe
+
+RECIPE = "cifar10"
+_SPLITS = {"train": "train", "eval": "val"}
+
+
+@dataclass(frozen=True)
+class Arm:
+    """The recipe with changes, as one would type them."""
+
+    meaning: str
+    changes: tuple[str, ...] = ()
+    recipe: str = RECIPE
+
+
+_PLAIN = (
+    *("model.resnet_layers=null", "model.patch_size=4", "model.width=192", "model.depth=6", "model.heads=3"),
+    *("pretrain.image_size=24", "pretrain.duration=10 epochs", "finetune.image_size=32"),
+)
+_NO_PRETRAINING = ("pretrain=null", "swap_head=null", "finetune.start=scratch")
+
+ARMS: dict[str, Arm] = {
+    "hybrid": Arm("the recipe"),
+    "plain": Arm("no convolution but the patch embedding, patches of 4 px: 24 px, then 32 px", _PLAIN),
+    "scratch": Arm("the recipe's model at 48 px from the first step", (*_NO_PRETRAINING, "finetune.duration=8 epochs")),
+}
+CHOICES: dict[str, Arm] = {}
+TIMM = (
+    *("--val-split=test", "--model=vit_tiny_patch16_224", "--gp=avg", "--num-classes=10", "--img-size=32"),
+    *("--model-kwargs", "img_size=32", "patch_size=4", "depth=6", "class_token=False"),
+    *("--input-size", "3", "32", "32", "--mean", "0.5", "0.5", "0.5", "--std", "0.5", "0.5", "0.5"),
+    *("--device=cpu", "--amp", "--amp-dtype=bfloat16", "--workers=1", "--no-prefetcher", "-b=128"),
+    *("--opt=adamw", "--lr=0.001", "--weight-decay=0.05", "--epochs=10", "--warmup-epochs=1", "--sched-on-updates"),
+    *("--scale", "0.5", "1.0", "--smoothing=0.05"),
+)
+"""Options of timm's `train.py` for the plain model, in bf16."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """One run's top-1 on SHARDS/val, what it took, and the training images of all stages."""
+
+    top1: float
+    cpu_minutes: float
+    wall_minutes: float
+    images: int
+
+
+def main() -> None:
+    """Train what has no result yet, then print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("shards", type=Path)
+    parser.add_argument("--out", type=Path, required=True, help="folder of runs and results, gone on with")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--arms", help=f"some of {','.join(ARMS)}")
+    parser.add_argument("--choices", action="store_true", help="what each choice of the recipe buys, instead of ARMS")
+    parser.add_argument("--share", type=float, default=1.0, help="of the recipe's images (%(default)s)")
+    parser.add_argument("--timm", type=Path, help="a checkout of pytorch-image-models")
+    parser.add_argument("--images", type=Path, help="the folder that SHARDS was packed from, for timm")
+    options = parser.parse_args()
+    table = CHOICES if options.choices else ARMS
+    names = options.arms.split(",") if options.arms else list(table)
+    out: Path = options.out
+    out.mkdir(parents=True, exist_ok=True)
+    for seed in range(options.seeds):
+        for name in names:
+            train(table[name], name=name, seed=seed, shards=options.shards, share=options.share, out=out)
+        if options.timm:
+            train_timm(options.timm, images=options.images.resolve(), seed=seed, out=out)
+    print("\n".join(report(read_results(out), meanings={name: arm.meaning for name, arm in table.items()})))
+
+
+def train(arm: Arm, *, name: str, seed: int, shards: Path, share: float, out: Path) -> None:
+    """Run the arm's stages, or go on, and write its result."""
+    name = f"{name}-{seed}"
+    recipe = load_recipe(arm.recipe, overrides=arm.changes)
+    trained = [stage for stage in recipe.stages.names if stage != "swap_head"]
+    durations = {stage: parse_duration(recipe.train_stage(stage).duration) for stage in trained}
+    command = [sys.executable, "-m", "shardvit.launch.cli", "run", arm.recipe, "--runs", str(out)]
+    command += [change for change in arm.changes if ".duration=" not in change]
+    command += [f"name={name}", f"seed={seed}"]
+    command += [f"{stage}.duration={each.amount * share:g} {each.unit}" for stage, each in durations.items()]
+    command += [f"{stage}.{role}={shards / split}" for stage in trained for role, split in _SPLITS.items()]
+    measured = measure(command, name=name, out=out)
+    if measured is not None:
+        records = [json.loads((out / name / stage / "stage.json").read_text()) for stage in trained]
+        images = sum(record["images_seen"] for record in records)
+        keep(Result(records[-1]["results"]["val/top1"], *measured, images), name=name, out=out)
+
+
+def train_timm(checkout: Path, *, images: Path, seed: int, out: Path) -> None:
+    """Run timm's script on the JPEGs and write its result."""
+    name = f"timm-{seed}"
+    command = [sys.executable, str(checkout / "train.py"), *TIMM, f"--data-dir={images}", f"--seed={seed}"]
+    measured = measure([*command, f"--output={out}", f"--experiment={name}"], name=name, out=out)
+    if measured is not None:
+        with (out / name / "summary.csv").open(encoding="utf-8") as file:
+            rows = list(csv.DictReader(file))
+        keep(Result(float(rows[-1]["eval_top1"]) / 100, *measured, len(rows) * 50_000), name=name, out=out)
+
+
+def measure(command: Sequence[str], *, name: str, out: Path) -> tuple[float, float] | None:
+    """Run a command that has no result yet and return its minutes of CPU time and of the clock; RuntimeError with its
+    output if it fails."""
+    if (out / f"{name}.json").exists():
+        return None
+    shutil.rmtree(out / name, ignore_errors=True)
+    before, start = children_cpu_seconds(), time.monotonic()
+    done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{name}: exit {done.returncode}\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    (out / f"{name}.log").write_text(done.stdout, encoding="utf-8")
+    return (children_cpu_seconds() - before) / 60, (time.monotonic() - start) / 60
+
+
+def keep(result: Result, *, name: str, out: Path) -> None:
+    """Write a result."""
+    (out / f"{name}.json").write_text(json.dumps(asdict(result)), encoding="utf-8")
+    print(f"{name}: top-1 {result.top1:.4f}, {result.cpu_minutes:.1f} minutes of CPU time", flush=True)
+
+
+def read_results(out: Path) -> dict[str, list[Result]]:
+    """Arm -> the results of its seeds."""
+    found: dict[str, list[Result]] = {}
+    for file in sorted(out.glob("*-*.json")):
+        found.setdefault(file.stem.rpartition("-")[0], []).append(Result(**json.loads(file.read_text())))
+    return found
+
+
+def report(found: Mapping[str, Sequence[Result]], *, meanings: Mapping[str, str]) -> list[str]:
+    """Format the table, the best first."""
+    scores = {arm: score([each.top1 for each in results]) for arm, results in found.items()}
+    return [
+        setting("torch", "timm"),
+        f"{'arm':<12} {'top-1':>7} {'error':>7} {'seeds':>6} {'images':>9} {'CPU min':>8} {'min':>6}  what",
+        *(
+            f"{arm:<12} {scores[arm].mean:7.4f} {scores[arm].standard_error:7.4f} {scores[arm].seeds:6} "
+            f"{found[arm][0].images:9,} {mean(each.cpu_minutes for each in found[arm]):8.1f} "
+            f"{mean(each.wall_minutes for each in found[arm]):6.1f}  {meanings.get(arm, '')}"
+            for arm in sorted(scores, key=lambda arm: -scores[arm].mean)
+        ),
+    ]
+
+
+if __name__ == "__main__":
+    main()
