@@ -33,7 +33,7 @@ _SPLITS = {"train": "train", "eval": "val"}
 
 
 @dataclass(frozen=True)
-class Arm:
+class Variation:
     """The recipe with changes, as one would type them."""
 
     meaning: str
@@ -47,12 +47,14 @@ _PLAIN = (
 )
 _NO_PRETRAINING = ("pretrain=null", "swap_head=null", "finetune.start=scratch")
 
-ARMS: dict[str, Arm] = {
-    "hybrid": Arm("the recipe"),
-    "plain": Arm("no convolution but the patch embedding, patches of 4 px: 24 px, then 32 px", _PLAIN),
-    "scratch": Arm("the recipe's model at 48 px from the first step", (*_NO_PRETRAINING, "finetune.duration=8 epochs")),
+ARMS: dict[str, Variation] = {
+    "hybrid": Variation("the recipe"),
+    "plain": Variation("no convolution but the patch embedding, patches of 4 px: 24 px, then 32 px", _PLAIN),
+    "scratch": Variation(
+        "the recipe's model at 48 px from the first step", (*_NO_PRETRAINING, "finetune.duration=8 epochs")
+    ),
 }
-CHOICES: dict[str, Arm] = {}
+CHOICES: dict[str, Variation] = {}
 TIMM = (
     *("--val-split=test", "--model=vit_tiny_patch16_224", "--gp=avg", "--num-classes=10", "--img-size=32"),
     *("--model-kwargs", "img_size=32", "patch_size=4", "depth=6", "class_token=False"),
@@ -98,7 +100,7 @@ def main() -> None:
     print("\n".join(report(read_results(out), meanings={name: arm.meaning for name, arm in table.items()})))
 
 
-def train(arm: Arm, *, name: str, seed: int, shards: Path, share: float, out: Path) -> None:
+def train(arm: Variation, *, name: str, seed: int, shards: Path, share: float, out: Path) -> None:
     """Run the arm's stages, or go on, and write its result."""
     name = f"{name}-{seed}"
     recipe = load_recipe(arm.recipe, overrides=arm.changes)
@@ -148,7 +150,7 @@ def keep(result: Result, *, name: str, out: Path) -> None:
 
 
 def read_results(out: Path) -> dict[str, list[Result]]:
-    """Arm -> the results of its seeds."""
+    """Variation -> the results of its seeds."""
     found: dict[str, list[Result]] = {}
     for file in sorted(out.glob("*-*.json")):
         found.setdefault(file.stem.rpartition("-")[0], []).append(Result(**json.loads(file.read_text())))
