@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from traceback import format_exc
 from typing import Any, Literal, get_args
 
 from shardvit.launch.bench.acceptance_processes import OVER, ROOT, LineGroup, environment_for, lines_of, stop
@@ -88,7 +89,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through what ends the processes
     for part in arguments.only:
         print(f"== {part} ==", flush=True)
-        for line in _RUN[part](setting):
+        for line in _guarded(part, _RUN[part](setting)):
             setting.out.put(line)
             setting.out.write(setting.file)
             said = f": {line.reason}" if line.reason else ""
@@ -99,6 +100,14 @@ def main() -> None:
     print(f"\n{', '.join(f'{count} {status}' for status, count in counts.items())}")
     print(f"report  {setting.file.with_suffix('.html')}")
     sys.exit(1 if counts["fail"] else 0)
+
+
+def _guarded(part: Part, lines: Iterator[AcceptanceLine]) -> Iterator[AcceptanceLine]:
+    """The lines, and one more if we fail ourselves."""
+    try:
+        yield from lines
+    except Exception as error:  # noqa: BLE001 - no part hides another
+        yield AcceptanceLine(part, "Command", f"{part} is understood", "fail", repr(error), details=format_exc())
 
 
 def _parts(text: str) -> tuple[Part, ...]:
@@ -208,7 +217,7 @@ def _demo(setting: Setting) -> Iterator[AcceptanceLine]:
             setting.out.tables["demo"] = output.partition("\nNext:")[0][-1500:]
             runs = Path(folder) / "runs"
             trained, tuned = (_top1(runs / "digits" / stage) for stage in ("pretrain", "finetune"))
-            scratch = _top1(runs / "digits_scratch" / "finetune")
+            scratch = _top1(runs / "digits-scratch" / "finetune")
             yield _compared("top-1 of pre-training", trained, least=_DEMO_TOP1)
             yield _compared("top-1 of fine-tuning, against from scratch", tuned, least=scratch)
 
