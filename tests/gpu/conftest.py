@@ -1,5 +1,6 @@
 """The device of the acceptance tests, and their process group."""
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -7,6 +8,10 @@ import torch
 
 from shardvit.pipeline.ranks.group import Ranks
 from shardvit.pipeline.ranks.place import Place
+
+# Torch reads it once, at a process's first matrix product, which here may be a test's own: `kernels.settle`, which sets
+# it for a run, would come too late.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 @pytest.fixture(scope="session")
