@@ -41,20 +41,51 @@ class Variation:
     recipe: str = RECIPE
 
 
+def _rates(pretrain: float, finetune: float) -> tuple[str, ...]:
+    return (f"pretrain.optimizer.lr={pretrain}", f"finetune.optimizer.lr={finetune}")
+
+
+def _durations(pretrain: int, finetune: int) -> tuple[str, ...]:
+    return (f"pretrain.duration={pretrain} epochs", f"finetune.duration={finetune} epochs")
+
+
 _PLAIN = (
     *("model.resnet_layers=null", "model.patch_size=4", "model.width=192", "model.depth=6", "model.heads=3"),
     *("pretrain.image_size=24", "pretrain.duration=10 epochs", "finetune.image_size=32"),
+)
+_STAGES = ("pretrain", "finetune")
+_ADAMW = tuple(f"{stage}.optimizer.{key}" for stage in _STAGES for key in ("name=adamw", "weight_decay=0.05"))
+_ADAMW += ("pretrain.optimizer.lr=0.001",)
+_ROOT = ("model.resnet_layers=[]", "model.patch_size=4", "model.width=128", "model.depth=6", "model.heads=2")
+_PAPERS = (
+    *("pretrain.optimizer.name=adamw", "pretrain.optimizer.lr=0.003", "pretrain.optimizer.weight_decay=0.3"),
+    *("pretrain.schedule.warmup=10000 steps", "pretrain.schedule.decay=cosine", "pretrain.dropout=0.1"),
+    *("pretrain.label_smoothing=0", "pretrain.global_batch_size=4096", "model.position=learned_1d", "model.pool=cls"),
+    *("finetune.optimizer.name=sgd", "finetune.optimizer.lr=0.01", "finetune.optimizer.weight_decay=0"),
+    *("finetune.schedule.warmup=500 steps", "finetune.schedule.decay=cosine", "finetune.global_batch_size=512"),
 )
 _NO_PRETRAINING = ("pretrain=null", "swap_head=null", "finetune.start=scratch")
 
 ARMS: dict[str, Variation] = {
     "hybrid": Variation("the recipe"),
     "plain": Variation("no convolution but the patch embedding, patches of 4 px: 24 px, then 32 px", _PLAIN),
-    "scratch": Variation(
-        "the recipe's model at 48 px from the first step", (*_NO_PRETRAINING, "finetune.duration=8 epochs")
-    ),
+    "scratch": Variation("at 48 px from the first step", (*_NO_PRETRAINING, "finetune.duration=8 epochs")),
+    "paper": Variation("settings of the paper's Tables 3 and 4 for ImageNet, warm-up and batches too", _PAPERS),
 }
-CHOICES: dict[str, Variation] = {}
+CHOICES: dict[str, Variation] = {
+    "recipe": Variation("the recipe"),
+    "adamw": Variation("AdamW, 0.001 and 0.0003, decay 0.05", (*_ADAMW, "finetune.optimizer.lr=0.0003")),
+    "half_rates": Variation("0.001 and 0.00025", _rates(0.001, 0.00025)),
+    "twice_rates": Variation("0.004 and 0.001", _rates(0.004, 0.001)),
+    "root": Variation("the root alone, patches of 4 px, width 128, depth 6", (*_ROOT, *_durations(6, 2))),
+    "one_stage": Variation("one ResNet stage of three units", ("model.resnet_layers=[3]",)),
+    "32px": Variation("fine-tuning at 32 px, too", ("finetune.image_size=32", *_durations(8, 8))),
+    "48px": Variation("pre-training at 48 px, too", ("pretrain.image_size=48", *_durations(4, 4))),
+    "no_smoothing": Variation("labels as they are", ("pretrain.label_smoothing=0",)),
+    "small_crops": Variation("crops from a quarter of the area", ("pretrain.augment.crop_area=[0.25,1]",)),
+    "mixup": Variation("mixup 0.2", ("pretrain.augment.mixup_alpha=0.2",)),
+    "learned": Variation("learned positions, class token", ("model.position=learned_1d", "model.pool=cls")),
+}
 TIMM = (
     *("--val-split=test", "--model=vit_tiny_patch16_224", "--gp=avg", "--num-classes=10", "--img-size=32"),
     *("--model-kwargs", "img_size=32", "patch_size=4", "depth=6", "class_token=False"),
