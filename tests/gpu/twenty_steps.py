@@ -2,7 +2,7 @@
 
 A difference is the largest of a step's losses, as a share of the first loss. `TOLERANCES` bound it by precision: IEEE
 float32 adds up in another order, the others round what they compute with to 10 (TF32, fp16) or 7 bits of mantissa. On
-an H100 differences were a thirtieth to a half of these (launch/bench/records/gpu_first_runs.txt).
+an H100 differences were at most half of these (launch/bench/records/gpu_first_runs.txt).
 """
 
 import contextlib
