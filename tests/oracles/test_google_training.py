@@ -1,8 +1,9 @@
 """Google's trajectory: our two processes (ZeRO 1, float32) and a flax program from the same weights, batch by batch.
 
 The real command trains; the other side reads the same batches by one process and has optax's optimizer (see
-`google_training`). After 200 steps the losses must agree within 1e-4, and so must the weights, heads that began at zero
-included. Biases of the keys are left out: a softmax ignores them, and Adam blows up the rounding of their gradient.
+`google_training`). The losses of 200 steps must agree within 3e-4 (found: 3e-5 on an AMD EPYC, 1e-4 on an Intel Xeon
+with AMX), and the weights within 1e-3, heads that began at zero included. Biases of the keys are left out: a softmax
+ignores them, and Adam blows up the rounding of their gradient.
 """
 
 import subprocess
@@ -42,7 +43,7 @@ DEPTH, HEADS, WIDTH, PATCH = 2, 2, 32, 4
 SIZES: dict[str, Any] = {"width": WIDTH, "depth": DEPTH, "heads": HEADS, "patch_size": PATCH}
 HEAD_BIAS = -2.0
 PEAK, FINE_TUNING_PEAK = 0.001, 0.003
-LOSS_BELOW, WEIGHTS_BELOW = 1e-4, 1e-3
+LOSS_BELOW, WEIGHTS_BELOW = 3e-4, 1e-3
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 # Mild crops and learning rates, so that a mistake can be told from rounding. What initial weights changed by 1e-7 do to
