@@ -27,6 +27,7 @@ from shardvit.launch.bench.cifar10_arms import score
 from shardvit.launch.bench.measure import children_cpu_seconds, setting
 from shardvit.pipeline.recipe.duration import parse_duration
 from shardvit.pipeline.recipe.io import load_recipe
+from shardvit.pipeline.recipe.vocabulary import StageName
 
 RECIPE = "cifar10"
 _SPLITS = {"train": "train", "eval": "val"}
@@ -135,7 +136,7 @@ def train(arm: Variation, *, name: str, seed: int, shards: Path, share: float, o
     """Run the arm's stages, or go on, and write its result."""
     name = f"{name}-{seed}"
     recipe = load_recipe(arm.recipe, overrides=arm.changes)
-    trained = [stage for stage in recipe.stages.names if stage != "swap_head"]
+    trained: list[StageName] = [stage for stage in recipe.stages.names if stage != "swap_head"]
     durations = {stage: parse_duration(recipe.train_stage(stage).duration) for stage in trained}
     command = [sys.executable, "-m", "shardvit.launch.cli", "run", arm.recipe, "--runs", str(out)]
     command += [change for change in arm.changes if ".duration=" not in change]

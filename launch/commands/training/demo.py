@@ -93,7 +93,8 @@ def demo(
     ]
     recipes = (choice.recipe, f"{choice.recipe}_scratch")
     if not choice.transfer_classes:
-        packed, recipes = [("", None, None)], recipes[:1]
+        packed = [("", None, None)]
+        recipes = recipes[:1]
     folders: list[RunFolder] = []
     with ExitStack() as held:
         nursery = held.enter_context(open_nursery())  # imports the libraries meanwhile
