@@ -1,8 +1,9 @@
 """Google's trajectory: our two processes (ZeRO 1, float32) and a flax program from the same weights, batch by batch.
 
 The real command trains; the other side reads the same batches by one process and has optax's optimizer (see
-`google_training`). The losses of 200 steps must agree within 3e-4 (found: 3e-5 on an AMD EPYC, 1e-4 on an Intel Xeon
-with AMX), and the weights within 1e-3, heads that began at zero included. Biases of the keys are left out: a softmax
+`google_training`). The losses of 200 steps must agree within 1e-4, in fine-tuning or within twice of what a change of
+the weights' last bits does to flax alone (on an Intel Xeon ours was 1.0e-4 off and flax 9e-5, on an AMD EPYC ours
+3e-5). The weights must agree within 1e-3, heads that began at zero included. Biases of the keys are left out: a softmax
 ignores them, and Adam blows up the rounding of their gradient.
 """
 
@@ -11,6 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -43,7 +45,7 @@ DEPTH, HEADS, WIDTH, PATCH = 2, 2, 32, 4
 SIZES: dict[str, Any] = {"width": WIDTH, "depth": DEPTH, "heads": HEADS, "patch_size": PATCH}
 HEAD_BIAS = -2.0
 PEAK, FINE_TUNING_PEAK = 0.001, 0.003
-LOSS_BELOW, WEIGHTS_BELOW = 3e-4, 1e-3
+LOSS_BELOW, WEIGHTS_BELOW = 1e-4, 1e-3
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 # Mild crops and learning rates, so that a mistake can be told from rounding. What initial weights changed by 1e-7 do to
@@ -153,14 +155,15 @@ def _compare(
     stage: StageName,
     theirs: Trained,
     below: float = WEIGHTS_BELOW,
+    losses_below: float = LOSS_BELOW,
 ) -> None:
     """Of a stage with a moving average, that is what is compared, as it became the model."""
     semantic, oracle = f"200 steps: {name}", "flax + optax"
     losses, average = _losses(digits, recipe, stage), recipe.train_stage(stage).ema is not None
     assert theirs.losses[-20:].mean() < 0.85 * theirs.losses[0], "it does not learn"
     last = f"loss of step {STEPS}"
-    measured(semantic, oracle, last, losses[-1:], theirs.losses[-1:], below=LOSS_BELOW)
-    measured(semantic, oracle, "losses of all steps", losses / theirs.losses, np.ones(STEPS), below=LOSS_BELOW)
+    measured(semantic, oracle, last, losses[-1:], theirs.losses[-1:], below=losses_below)
+    measured(semantic, oracle, "losses of all steps", losses / theirs.losses, np.ones(STEPS), below=losses_below)
     trained = dict(leaves(theirs.average if average else theirs.params))
     ours = dict(leaves(_flax(_weights(digits, recipe, stage))))
     assert ours.keys() == trained.keys()
@@ -198,15 +201,22 @@ def test_head_swap_and_fine_tuning_at_a_higher_resolution(
     embedding = params["position0"]["embedding"]  # [1, 1 + 4, D]
     grid = zoom(embedding[0, 1:].reshape(2, 2, WIDTH), (2, 2, 1), order=1).reshape(1, 16, WIDTH)
     params["position0"] = {"embedding": np.concatenate([embedding[:, :1], grid], axis=1)}
-    theirs = train(
-        _vit("linear"),
-        params,
-        batches_of(both_stages, stage="finetune"),
-        optimizer=google_momentum(lr=schedule(FINE_TUNING_PEAK, total=STEPS, warmup=WARMUP, decay="cosine"), clip=1.0),
-        loss="softmax",
-    )
+    batches = list(batches_of(both_stages, stage="finetune"))
+    factor = schedule(FINE_TUNING_PEAK, total=STEPS, warmup=WARMUP, decay="cosine")
+
+    def tuned(start: Any) -> Trained:
+        return train(_vit("linear"), start, batches, optimizer=google_momentum(lr=factor, clip=1.0), loss="softmax")
+
+    theirs, draw = tuned(params), np.random.default_rng(0)
+    nudged = [tuned(_nudged(params, draw)).losses / theirs.losses for _ in range(3)]
+    below = max(LOSS_BELOW, 2 * float(np.abs(np.array(nudged) - 1).max()))
     name = "head swap, fine-tuning, SGD"
-    _compare(measured, name, digits=digits, recipe=both_stages, stage="finetune", theirs=theirs)
+    _compare(measured, name, digits=digits, recipe=both_stages, stage="finetune", theirs=theirs, losses_below=below)
+
+
+def _nudged(params: Params, draw: np.random.Generator) -> Params:
+    """Each weight changed by its last bits."""
+    return jax.tree.map(lambda leaf: leaf * (1 + 1e-7 * draw.standard_normal(leaf.shape)).astype(leaf.dtype), params)
 
 
 def test_moving_average(digits: Path, run_preloaded: Run, measured: Measured) -> None:
