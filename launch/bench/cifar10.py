@@ -5,9 +5,10 @@ and val: the test images, or for `--choices` a held-out tenth of the training im
 SHARDS --holdout 0.1`). `--timm CHECKOUT --images cifar10/` adds timm's `train.py` on the same JPEGs. A finished run is
 kept in FOLDER, with its result beside it; an unfinished one begins anew.
 
-Costs the recipe's time for each arm and seed, and for each choice `--share` of it. CPU time is that of all processes,
-with start and evaluations; other programs stretch the clock, hardly this. An arm whose images cost more or less than
-the recipe's has other durations, so that CPU times agree.
+Each run is one process of one thread, two at a time, which spares a quarter of what two processes of one run cost;
+`--as-shipped` trains in the recipe's two, one run at a time. Costs the recipe's time for each arm and seed, and for
+each choice `--share` of it. CPU time is that of all processes, with start and evaluations; other programs stretch the
+clock, hardly this. An arm whose images cost more or less than the recipe's has other durations, for equal CPU time.
 """
 
 import argparse
@@ -18,13 +19,15 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from statistics import mean
 
 from shardvit.launch.bench.cifar10_arms import score
-from shardvit.launch.bench.measure import children_cpu_seconds, setting
+from shardvit.launch.bench.measure import setting
 from shardvit.pipeline.recipe.duration import parse_duration
 from shardvit.pipeline.recipe.io import load_recipe
 from shardvit.pipeline.recipe.vocabulary import StageName
@@ -46,13 +49,13 @@ def _rates(pretrain: float, finetune: float) -> tuple[str, ...]:
     return (f"pretrain.optimizer.lr={pretrain}", f"finetune.optimizer.lr={finetune}")
 
 
-def _durations(pretrain: int, finetune: int) -> tuple[str, ...]:
+def _durations(pretrain: float, finetune: float) -> tuple[str, ...]:
     return (f"pretrain.duration={pretrain} epochs", f"finetune.duration={finetune} epochs")
 
 
 _PLAIN = (
     *("model.resnet_layers=null", "model.patch_size=4", "model.width=192", "model.depth=6", "model.heads=3"),
-    *("pretrain.image_size=24", "pretrain.duration=10 epochs", "finetune.image_size=32"),
+    *("pretrain.image_size=24", "finetune.image_size=32"),
 )
 _STAGES = ("pretrain", "finetune")
 _ADAMW = tuple(f"{stage}.optimizer.{key}" for stage in _STAGES for key in ("name=adamw", "weight_decay=0.05"))
@@ -70,18 +73,18 @@ _NO_PRETRAINING = ("pretrain=null", "swap_head=null", "finetune.start=scratch")
 ARMS: dict[str, Variation] = {
     "hybrid": Variation("the recipe"),
     "plain": Variation("no convolution but the patch embedding, patches of 4 px: 24 px, then 32 px", _PLAIN),
-    "scratch": Variation("at 48 px from the first step", (*_NO_PRETRAINING, "finetune.duration=8 epochs")),
+    "scratch": Variation("at 48 px from the first step", (*_NO_PRETRAINING, "finetune.duration=6 epochs")),
     "paper": Variation("settings of the paper's Tables 3 and 4 for ImageNet, warm-up and batches too", _PAPERS),
 }
 CHOICES: dict[str, Variation] = {
     "recipe": Variation("the recipe"),
     "adamw": Variation("AdamW, 0.001 and 0.0003, decay 0.05", (*_ADAMW, "finetune.optimizer.lr=0.0003")),
-    "half_rates": Variation("0.001 and 0.00025", _rates(0.001, 0.00025)),
-    "twice_rates": Variation("0.004 and 0.001", _rates(0.004, 0.001)),
-    "root": Variation("the root alone, patches of 4 px, width 128, depth 6", (*_ROOT, *_durations(6, 2))),
+    "half_rates": Variation("0.0015 and 0.0004", _rates(0.0015, 0.0004)),
+    "twice_rates": Variation("0.006 and 0.0015", _rates(0.006, 0.0015)),
+    "root": Variation("the root alone, patches of 4 px, width 128, depth 6", (*_ROOT, *_durations(8, 2))),
     "one_stage": Variation("one ResNet stage of three units", ("model.resnet_layers=[3]",)),
-    "32px": Variation("fine-tuning at 32 px, too", ("finetune.image_size=32", *_durations(8, 8))),
-    "48px": Variation("pre-training at 48 px, too", ("pretrain.image_size=48", *_durations(4, 4))),
+    "32px": Variation("fine-tuning at 32 px, too", ("finetune.image_size=32", *_durations(8, 4.5))),
+    "48px": Variation("pre-training at 48 px, too", ("pretrain.image_size=48", *_durations(3.5, 2))),
     "no_smoothing": Variation("labels as they are", ("pretrain.label_smoothing=0",)),
     "small_crops": Variation("crops from a quarter of the area", ("pretrain.augment.crop_area=[0.25,1]",)),
     "mixup": Variation("mixup 0.2", ("pretrain.augment.mixup_alpha=0.2",)),
@@ -117,6 +120,7 @@ def main() -> None:
     parser.add_argument("--arms", help=f"some of {','.join(ARMS)}")
     parser.add_argument("--choices", action="store_true", help="what each choice of the recipe buys, instead of ARMS")
     parser.add_argument("--share", type=float, default=1.0, help="of the recipe's images (%(default)s)")
+    parser.add_argument("--as-shipped", action="store_true", help="in the recipe's processes, one run at a time")
     parser.add_argument("--timm", type=Path, help="a checkout of pytorch-image-models")
     parser.add_argument("--images", type=Path, help="the folder that SHARDS was packed from, for timm")
     options = parser.parse_args()
@@ -124,15 +128,19 @@ def main() -> None:
     names = options.arms.split(",") if options.arms else list(table)
     out: Path = options.out
     out.mkdir(parents=True, exist_ok=True)
+    shared = {"shards": options.shards, "share": options.share, "alone": options.as_shipped, "out": out}
+    runs = list[Callable[[], None]]()
     for seed in range(options.seeds):
-        for name in names:
-            train(table[name], name=name, seed=seed, shards=options.shards, share=options.share, out=out)
+        runs += [partial(train, table[name], name=name, seed=seed, **shared) for name in names]
         if options.timm:
-            train_timm(options.timm, images=options.images.resolve(), seed=seed, out=out)
+            runs.append(partial(train_timm, options.timm, images=options.images.resolve(), seed=seed, out=out))
+    with ThreadPoolExecutor(1 if options.as_shipped else 2) as pool:
+        for run in [pool.submit(run) for run in runs]:
+            run.result()
     print("\n".join(report(read_results(out), meanings={name: arm.meaning for name, arm in table.items()})))
 
 
-def train(arm: Variation, *, name: str, seed: int, shards: Path, share: float, out: Path) -> None:
+def train(arm: Variation, *, name: str, seed: int, shards: Path, share: float, alone: bool, out: Path) -> None:
     """Run the arm's stages, or go on, and write its result."""
     name = f"{name}-{seed}"
     recipe = load_recipe(arm.recipe, overrides=arm.changes)
@@ -140,7 +148,7 @@ def train(arm: Variation, *, name: str, seed: int, shards: Path, share: float, o
     durations = {stage: parse_duration(recipe.train_stage(stage).duration) for stage in trained}
     command = [sys.executable, "-m", "shardvit.launch.cli", "run", arm.recipe, "--runs", str(out)]
     command += [change for change in arm.changes if ".duration=" not in change]
-    command += [f"name={name}", f"seed={seed}"]
+    command += [f"name={name}", f"seed={seed}", *([] if alone else ["processes=1"])]
     command += [f"{stage}.duration={each.amount * share:g} {each.unit}" for stage, each in durations.items()]
     command += [f"{stage}.{role}={shards / split}" for stage in trained for role, split in _SPLITS.items()]
     measured = measure(command, name=name, out=out)
@@ -167,12 +175,14 @@ def measure(command: Sequence[str], *, name: str, out: Path) -> tuple[float, flo
     if (out / f"{name}.json").exists():
         return None
     shutil.rmtree(out / name, ignore_errors=True)
-    before, start = children_cpu_seconds(), time.monotonic()
-    done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"{name}: exit {done.returncode}\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
-    (out / f"{name}.log").write_text(done.stdout, encoding="utf-8")
-    return (children_cpu_seconds() - before) / 60, (time.monotonic() - start) / 60
+    log, start = out / f"{name}.log", time.monotonic()
+    with log.open("w", encoding="utf-8") as file:
+        process = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=file, stderr=file)
+        _, status, usage = os.wait4(process.pid, 0)  # with its children's time
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise RuntimeError(f"{name}: exit {process.returncode}\n{log.read_text(encoding='utf-8')[-2000:]}")
+    return (usage.ru_utime + usage.ru_stime) / 60, (time.monotonic() - start) / 60
 
 
 def keep(result: Result, *, name: str, out: Path) -> None:
@@ -194,11 +204,10 @@ def report(found: Mapping[str, Sequence[Result]], *, meanings: Mapping[str, str]
     scores = {arm: score([each.top1 for each in results]) for arm, results in found.items()}
     return [
         setting("torch", "timm"),
-        f"{'arm':<12} {'top-1':>7} {'error':>7} {'seeds':>6} {'images':>9} {'CPU min':>8} {'min':>6}  what",
+        f"{'arm':<12} {'top-1':>7} {'error':>7} {'seeds':>6} {'images':>9} {'CPU min':>8}  what",
         *(
             f"{arm:<12} {scores[arm].mean:7.4f} {scores[arm].standard_error:7.4f} {scores[arm].seeds:6} "
-            f"{found[arm][0].images:9,} {mean(each.cpu_minutes for each in found[arm]):8.1f} "
-            f"{mean(each.wall_minutes for each in found[arm]):6.1f}  {meanings.get(arm, '')}"
+            f"{found[arm][0].images:9,} {mean(each.cpu_minutes for each in found[arm]):8.1f}  {meanings.get(arm, '')}"
             for arm in sorted(scores, key=lambda arm: -scores[arm].mean)
         ),
     ]
