@@ -15,15 +15,6 @@ _START = pytest.StashKey[float]()
 _FORM = "{:<32}" + "{:>10}" * 5
 
 
-def heading(*libraries: str) -> str:
-    """The first line of a record: commit, date, versions, machine."""
-    from shardvit.launch.bench.measure import setting
-    from shardvit.pipeline.runs.written_by import revision
-
-    commit, *changes = revision().split(" ", maxsplit=1)
-    return f"{' '.join(['commit', commit[:12], *changes])}, {time.strftime('%Y-%m-%d')}, {setting(*libraries)}"
-
-
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`pytest --suite-record FILE`."""
     parser.addoption("--suite-record", metavar="FILE", help="write how many tests of each room passed to FILE")
@@ -55,6 +46,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatu
     total = sum(counts.values(), Counter())
     elapsed = time.monotonic() - config.stash[_START]
     selection = f'pytest -m "{config.option.markexpr}" {" ".join(config.args)}'
+    from shardvit.launch.bench.measure import heading
+
     lines = [
         heading("torch", "torchvision", "deepspeed"),
         f"{selection}, {config.option.numprocesses or 1} at a time; minutes: added up, in the last line elapsed",

@@ -26,6 +26,7 @@ from shardvit.launch.bench.acceptance_processes import OVER, ROOT, LineGroup, en
 from shardvit.launch.bench.acceptance_report import AcceptanceLine, AcceptanceReport, Part, Status, read_report
 from shardvit.launch.bench.gpu_report import GpuResults, Machine, report, rows_of, targets, void
 from shardvit.pipeline.budget.gpus import gpu_of_driver
+from shardvit.pipeline.runs.written_by import revision
 
 GROUPS = (
     LineGroup("suite", "Engines in every precision", ("tests/gpu/test_engines.py",)),
@@ -123,7 +124,7 @@ def _setting(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> 
     if device == "cuda" and not facts.get("gpus") and "trouble" not in facts:
         parser.error("torch sees no CUDA device; --device cpu runs everything on the CPU")
     date = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-    out = AcceptanceReport(device, date, _commit(), facts)
+    out = AcceptanceReport(device, date, revision(), facts)
     passed: tuple[str, ...] = ()
     keeps = arguments.go_on or arguments.only != get_args(Part)
     if keeps and file.exists() and (earlier := read_report(file)).device == device:
@@ -142,14 +143,6 @@ def _facts(device: str) -> dict[str, Any]:
         return json.loads(done.stdout.splitlines()[-1])
     except (subprocess.TimeoutExpired, IndexError, ValueError):
         return {"trouble": "torch does not start"}
-
-
-def _commit() -> str:
-    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"]
-    try:
-        return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
 
 
 def tests_of(setting: Setting, part: Part) -> Iterator[AcceptanceLine]:

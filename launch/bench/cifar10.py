@@ -27,7 +27,7 @@ from pathlib import Path
 from statistics import mean
 
 from shardvit.launch.bench.cifar10_arms import score
-from shardvit.launch.bench.measure import setting
+from shardvit.launch.bench.measure import heading
 from shardvit.pipeline.recipe.duration import parse_duration
 from shardvit.pipeline.recipe.io import load_recipe
 from shardvit.pipeline.recipe.vocabulary import StageName
@@ -203,7 +203,7 @@ def report(found: Mapping[str, Sequence[Result]], *, meanings: Mapping[str, str]
     """Format the table, the best first."""
     scores = {arm: score([each.top1 for each in results]) for arm, results in found.items()}
     return [
-        setting("torch", "timm"),
+        heading("torch", "timm"),
         f"{'arm':<12} {'top-1':>7} {'error':>7} {'seeds':>6} {'images':>9} {'CPU min':>8}  what",
         *(
             f"{arm:<12} {scores[arm].mean:7.4f} {scores[arm].standard_error:7.4f} {scores[arm].seeds:6} "

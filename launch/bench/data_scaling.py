@@ -7,9 +7,7 @@ Costs 2 minutes for local and 5 a store on two idle cores, with 4,000 images and
 """
 
 import os
-import subprocess
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import cast
@@ -20,7 +18,7 @@ from shardvit.launch.bench.data_prepare import Photographs, read_photographs
 from shardvit.launch.bench.data_remote import DELAYS_MS, READERS, measure_remote, prepare_remote, remote_lines
 from shardvit.launch.bench.data_server import StoreKind
 from shardvit.launch.bench.data_threads import copy_bytes_per_second, measure_threads, scaling_lines, split_threads
-from shardvit.launch.bench.measure import setting
+from shardvit.launch.bench.measure import heading
 
 _LEAST_IMAGES = 64 * 8
 
@@ -77,11 +75,7 @@ def scale(
 
 
 def _header(photographs: Photographs, *, images: int, rounds: int) -> Iterator[str]:
-    asked = subprocess.run(
-        ["git", "rev-parse", "--short=8", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True
-    )
-    yield f"date: {time.strftime('%Y-%m-%d')}, commit {asked.stdout.strip() or 'unknown'}"
-    yield setting("torch", "fsspec", "aiohttp", "s3fs", "webdataset")
+    yield heading("torch", "fsspec", "aiohttp", "s3fs", "webdataset")
     yield f"load average at the start: {os.getloadavg()[0]:.1f}"
     yield (
         f"{images:,} images in 8 shards: {len(photographs.contents)} photographs of {photographs.mean_bytes / 1000:.0f}"

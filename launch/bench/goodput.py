@@ -8,17 +8,14 @@ minutes on two cores. Does not count evaluation, waiting for data, a slow rank, 
 """
 
 import argparse
-import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from shardvit.data_shards.text import table
 from shardvit.launch.bench.goodput_model import Saves, goodput, most_restart_seconds, youngs_interval
 from shardvit.launch.bench.goodput_runs import MODELS, FailureCosts, Range, measure
-from shardvit.launch.bench.measure import setting
+from shardvit.launch.bench.measure import heading
 from shardvit.launch.plan.gathering import make_plan
 from shardvit.launch.plan.plan_options import PlanOptions
 from shardvit.pipeline.recipe.io import load_recipe
@@ -298,17 +295,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = vars(parser.parse_args(arguments))
     failures, assumed = given.pop("failures"), Assumed(**given)
     setups = [setup(model, ranks=ranks, gpu=assumed.gpu) for model in MODELS for ranks in RANKS]
-    print(f"{setting('torch', 'deepspeed')}\n{time.strftime('%F', time.gmtime())}, commit {_revision()}\n")
+    print(f"{heading('torch', 'deepspeed')}\n")
     print("\n".join(report(setups, measure(failures=failures), assumed)))
     return 0
-
-
-def _revision() -> str:
-    here = Path(__file__).resolve().parent
-    done = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=here, capture_output=True, text=True, check=False
-    )
-    return done.stdout.strip() or "unknown"
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 import psutil
 
 from shardvit.launch.local.env import without_place
+from shardvit.pipeline.runs.written_by import revision
 
 Item = TypeVar("Item")
 
@@ -190,6 +191,12 @@ def setting(*libraries: str) -> str:
     """Describe Python, these libraries and the processor, for the first line of a record."""
     versions = "".join(f", {name} {version(name)}" for name in libraries)
     return f"Python {platform.python_version()}{versions}, {os.cpu_count()} cores ({processor()})"
+
+
+def heading(*libraries: str) -> str:
+    """The first line of a record: commit, date, versions, machine."""
+    commit, *changes = revision().split(" ", maxsplit=1)
+    return f"{' '.join(['commit', commit[:12], *changes])}, {time.strftime('%Y-%m-%d')}, {setting(*libraries)}"
 
 
 def processor() -> str:

@@ -12,7 +12,6 @@ import pytest
 
 from tests.faults.harness import Case, pack_shards
 from tests.faults.rows import Row, table
-from tests.suite_record import heading
 
 HERE = Path(__file__).parent
 ROWS = pytest.StashKey[list[Row]]()
@@ -59,6 +58,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     file = config.getoption("--faults-table", None)
     if file:
         promises = dict.fromkeys(row.promise for row in rows)
+        from shardvit.launch.bench.measure import heading
+
         text = [heading("torch", "deepspeed"), "", *lines, "", total, "", *promises]
         Path(file).parent.mkdir(parents=True, exist_ok=True)
         Path(file).write_text("\n".join(text) + "\n", encoding="utf-8")

@@ -14,7 +14,6 @@ import random
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -27,6 +26,7 @@ from typing import Any
 import psutil
 
 from shardvit.launch.bench.goodput_spent import spent
+from shardvit.launch.bench.measure import heading
 from shardvit.pipeline.checkpoint.store import damage_of
 from shardvit.pipeline.runs.logs import iter_metrics
 from shardvit.pipeline.runs.read import read_run, run_folder_at
@@ -271,8 +271,7 @@ def main() -> int:
 def soak(options: argparse.Namespace, folder: Path, tally: Tally) -> int:
     """Measure, run undisturbed, run disturbed, compare; the exit code."""
     tally.say(f"soak of {options.minutes:g} minutes, a fault every {options.every:g} s, seed {options.seed}")
-    when = time.strftime("%F %T", time.gmtime())
-    tally.say(f"{when} UTC, commit {_revision()}, Python {sys.version.split()[0]}, {os.cpu_count()} cores")
+    tally.say(heading("torch", "deepspeed"))
     shards = pack_shards(folder / "shards")
     _, _, speed = undisturbed(folder / "measured", shards, steps=400, save_steps=100)
     share = max(0.25, 1 - _STARTUP_SECONDS / options.every)
@@ -315,11 +314,6 @@ def soak(options: argparse.Namespace, folder: Path, tally: Tally) -> int:
         tally.say(line)
     tally.say(f"verdict: passed; weights and curve {row.continued}, left behind: {row.left_behind}")
     return 0
-
-
-def _revision() -> str:
-    done = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
-    return done.stdout.strip() or "unknown"
 
 
 if __name__ == "__main__":
