@@ -5,10 +5,10 @@ and val: the test images, or for `--choices` a held-out tenth of the training im
 SHARDS --holdout 0.1`). `--timm CHECKOUT --images cifar10/` adds timm's `train.py` on the same JPEGs. A finished run is
 kept in FOLDER, with its result beside it; an unfinished one begins anew.
 
-Each run is one process of one thread, two at a time, which spares a quarter of what two processes of one run cost;
-`--as-shipped` trains in the recipe's two, one run at a time. Costs the recipe's time for each arm and seed, and for
-each choice `--share` of it. CPU time is that of all processes, with start and evaluations; other programs stretch the
-clock, hardly this. An arm whose images cost more or less than the recipe's has other durations, for equal CPU time.
+Each run is one process of one thread, two at a time; `--as-shipped` trains in the recipe's two, one run at a time.
+Costs the recipe's time for each arm and seed, and for each choice `--share` of it. CPU time is that of all processes,
+with start and evaluations; other programs stretch the clock, hardly this. An arm whose images cost more or less than
+the recipe's has other durations, for equal CPU time.
 """
 
 import argparse
@@ -63,10 +63,10 @@ _ADAMW += ("pretrain.optimizer.lr=0.001",)
 _ROOT = ("model.resnet_layers=[]", "model.patch_size=4", "model.width=128", "model.depth=6", "model.heads=2")
 _PAPERS = (
     *("pretrain.optimizer.name=adamw", "pretrain.optimizer.lr=0.003", "pretrain.optimizer.weight_decay=0.3"),
-    *("pretrain.schedule.warmup=10000 steps", "pretrain.schedule.decay=cosine", "pretrain.dropout=0.1"),
+    *("pretrain.schedule.warmup=10%", "pretrain.schedule.decay=cosine", "pretrain.dropout=0.1"),
     *("pretrain.label_smoothing=0", "pretrain.global_batch_size=4096", "model.position=learned_1d", "model.pool=cls"),
     *("finetune.optimizer.name=sgd", "finetune.optimizer.lr=0.01", "finetune.optimizer.weight_decay=0"),
-    *("finetune.schedule.warmup=500 steps", "finetune.schedule.decay=cosine", "finetune.global_batch_size=512"),
+    *("finetune.schedule.warmup=10%", "finetune.schedule.decay=cosine", "finetune.global_batch_size=512"),
 )
 _NO_PRETRAINING = ("pretrain=null", "swap_head=null", "finetune.start=scratch")
 
@@ -74,7 +74,7 @@ ARMS: dict[str, Variation] = {
     "hybrid": Variation("the recipe"),
     "plain": Variation("no convolution but the patch embedding, patches of 4 px: 24 px, then 32 px", _PLAIN),
     "scratch": Variation("at 48 px from the first step", (*_NO_PRETRAINING, "finetune.duration=6 epochs")),
-    "paper": Variation("settings of the paper's Tables 3 and 4 for ImageNet, warm-up and batches too", _PAPERS),
+    "paper": Variation("the paper's Tables 3 (ImageNet) and 4, as warm-up a tenth instead of 10,000 steps", _PAPERS),
 }
 CHOICES: dict[str, Variation] = {
     "recipe": Variation("the recipe"),
