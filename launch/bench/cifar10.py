@@ -128,19 +128,21 @@ def main() -> None:
     names = options.arms.split(",") if options.arms else list(table)
     out: Path = options.out
     out.mkdir(parents=True, exist_ok=True)
-    shared = {"shards": options.shards, "share": options.share, "alone": options.as_shipped, "out": out}
+    processes = () if options.as_shipped else ("processes=1",)
+    shared = {"shards": options.shards, "share": options.share, "processes": processes, "out": out}
     runs = list[Callable[[], None]]()
     for seed in range(options.seeds):
         runs += [partial(train, table[name], name=name, seed=seed, **shared) for name in names]
         if options.timm:
             runs.append(partial(train_timm, options.timm, images=options.images.resolve(), seed=seed, out=out))
     with ThreadPoolExecutor(1 if options.as_shipped else 2) as pool:
-        for run in [pool.submit(run) for run in runs]:
-            run.result()
+        list(pool.map(lambda run: run(), runs))  # an error or Ctrl-C cancels those that wait
     print("\n".join(report(read_results(out), meanings={name: arm.meaning for name, arm in table.items()})))
 
 
-def train(arm: Variation, *, name: str, seed: int, shards: Path, share: float, alone: bool, out: Path) -> None:
+def train(
+    arm: Variation, *, name: str, seed: int, shards: Path, share: float, processes: Sequence[str], out: Path
+) -> None:
     """Run the arm's stages, or go on, and write its result."""
     name = f"{name}-{seed}"
     recipe = load_recipe(arm.recipe, overrides=arm.changes)
@@ -148,7 +150,7 @@ def train(arm: Variation, *, name: str, seed: int, shards: Path, share: float, a
     durations = {stage: parse_duration(recipe.train_stage(stage).duration) for stage in trained}
     command = [sys.executable, "-m", "shardvit.launch.cli", "run", arm.recipe, "--runs", str(out)]
     command += [change for change in arm.changes if ".duration=" not in change]
-    command += [f"name={name}", f"seed={seed}", *([] if alone else ["processes=1"])]
+    command += [f"name={name}", f"seed={seed}", *processes]
     command += [f"{stage}.duration={each.amount * share:g} {each.unit}" for stage, each in durations.items()]
     command += [f"{stage}.{role}={shards / split}" for stage in trained for role, split in _SPLITS.items()]
     measured = measure(command, name=name, out=out)
@@ -206,7 +208,7 @@ def report(found: Mapping[str, Sequence[Result]], *, meanings: Mapping[str, str]
         heading("torch", "timm"),
         f"{'arm':<12} {'top-1':>7} {'error':>7} {'seeds':>6} {'images':>9} {'CPU min':>8}  what",
         *(
-            f"{arm:<12} {scores[arm].mean:7.4f} {scores[arm].standard_error:7.4f} {scores[arm].seeds:6} "
+            f"{arm:<12} {scores[arm].mean:7.4f} {scores[arm].shown_error:>7} {scores[arm].seeds:6} "
             f"{found[arm][0].images:9,} {mean(each.cpu_minutes for each in found[arm]):8.1f}  {meanings.get(arm, '')}"
             for arm in sorted(scores, key=lambda arm: -scores[arm].mean)
         ),

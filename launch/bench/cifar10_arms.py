@@ -69,6 +69,11 @@ class Score:
     standard_error: float
     seeds: int
 
+    @property
+    def shown_error(self) -> str:
+        """One seed has none."""
+        return f"{self.standard_error:.4f}" if self.seeds > 1 else "-"
+
 
 def main() -> None:
     """Train all and print the table."""
@@ -166,8 +171,7 @@ def report(scores: Mapping[str, Score], *, images: int, teacher: float) -> list[
         "",
         f"{'arm':<10} {'top-1':>7} {'error':>7} {'seeds':>6}  what",
         *(
-            f"{arm:<10} {scores[arm].mean:7.4f} {scores[arm].standard_error:7.4f} {scores[arm].seeds:6}  "
-            f"{ARMS[arm].meaning}"
+            f"{arm:<10} {scores[arm].mean:7.4f} {scores[arm].shown_error:>7} {scores[arm].seeds:6}  {ARMS[arm].meaning}"
             for arm in order
         ),
     ]
