@@ -1,18 +1,20 @@
 """Download upcoming shards during training: background threads of each rank, over the shared cache.
 
-They take shards in turns, so that the store's delay and the disk of one pass under the other's transfer. The prefetcher
-follows training order, up to a number of bytes ahead. It marks these shards as wanted, so that no prefetcher evicts
-them; only idle shards make room. It retries until training has passed the shard, whose reader reports errors.
+They take shards in turns, in training order, up to a number of bytes ahead, so that the store's delay and the disk of
+one pass under the other's transfer. A turn lasts until its shard has room: none further ahead takes it. The prefetcher
+marks these shards as wanted, so that no prefetcher evicts them; only idle shards make room. It retries until training
+has passed the shard, whose reader reports errors.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
 from shardvit.data_shards.shards.shard_set import ShardEntry, ShardSet
-from shardvit.data_shards.store.cache import TOUCH_SECONDS, CacheFull
+from shardvit.data_shards.store.cache import TOUCH_SECONDS, CacheFull, Claimed
 from shardvit.data_shards.store.remote_errors import DownloadStopped
 from shardvit.data_shards.store.store import Store
 
@@ -84,14 +86,15 @@ class Prefetcher:
     def _run(self) -> None:
         try:
             while True:
-                with self._taking:
-                    turn = next(self._turns, None)
-                if turn is None:
-                    return
-                try:
-                    self._fetch(*turn)
-                finally:
-                    self._coming.discard(turn[0])
+                with contextlib.ExitStack() as turn:
+                    turn.enter_context(self._taking)
+                    shard, step = next(self._turns, (None, 0))
+                    if shard is None:
+                        return
+                    try:
+                        self._fetch(shard, step, claimed=turn.close)
+                    finally:
+                        self._coming.discard(shard)
         except DownloadStopped:
             pass
         except Exception as error:  # noqa: BLE001 - without prefetching, training is only slower
@@ -107,12 +110,12 @@ class Prefetcher:
                 self._ahead[shard] = step, self._entries[shard].num_bytes or 0
                 yield shard, step
 
-    def _fetch(self, shard: int, step: int) -> None:
-        """Fetch a shard, unless training gets there first."""
+    def _fetch(self, shard: int, step: int, *, claimed: Claimed) -> None:
+        """Fetch a shard, unless training gets there first; `claimed` ends its turn, and may be called again."""
         delay = _FIRST_DELAY_SECONDS
         while self._step <= step:
             try:
-                self._store.prefetch(self._entries[shard], stop=self._pulse)
+                self._store.prefetch(self._entries[shard], stop=self._pulse, claimed=claimed)
                 self._ahead[shard] = step, self._store.keep(self._entries[shard]) or 0
                 return
             except CacheFull:
@@ -121,6 +124,7 @@ class Prefetcher:
                 raise
             except Exception as error:  # noqa: BLE001 - the reader will get the same error and report it
                 self.error = error
+                claimed()
                 self._pause(delay)
                 delay = min(2 * delay, _MOST_DELAY_SECONDS)
 

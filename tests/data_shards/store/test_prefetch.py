@@ -98,11 +98,11 @@ def test_what_is_nearer_is_not_evicted_for_what_is_further(
 ):
     monkeypatch.setattr(prefetch_module, "_NO_ROOM_SECONDS", 0.05)
 
-    def is_here_once_the_first_are_idle() -> bool:
-        for path in [*folder.glob("0-*.tar"), *folder.glob("1-*.tar")]:
+    def is_here_once_idle(number: int, *, idle: int) -> bool:
+        for path in folder.glob(f"{idle}-*.tar"):
             with contextlib.suppress(FileNotFoundError):  # evicted
-                os.utime(path, (1, 1))  # again and again: it may have been about to mark them as wanted
-        return is_here(folder, 5)
+                os.utime(path, (1, 1))  # again and again: it may have been about to mark it as wanted
+        return is_here(folder, number)
 
     limit_bytes = 4 * SIZE + SIZE // 2
     with prefetching(folder, entries, lookahead_bytes=10 * SIZE, limit_bytes=limit_bytes) as prefetcher:
@@ -110,7 +110,9 @@ def test_what_is_nearer_is_not_evicted_for_what_is_further(
         time.sleep(0.3)
         assert [is_here(folder, number) for number in range(6)] == [True] * 4 + [False] * 2
         prefetcher.reached(2)  # past the first two, which nobody has used for a while
-        wait_until(is_here_once_the_first_are_idle)
+        wait_until(lambda: is_here_once_idle(4, idle=0))  # each room goes to the nearest
+        assert [is_here(folder, number) for number in range(6)] == [False] + [True] * 4 + [False]
+        wait_until(lambda: is_here_once_idle(5, idle=1))
         assert [is_here(folder, number) for number in range(7)] == [False] * 2 + [True] * 4 + [False]
 
 
