@@ -132,7 +132,7 @@ def _stand_by(ranks: Sequence[Process], *, received: list[int], on_stop: Callabl
             first = _overall(ranks, stop_was_asked=bool(seen))
             in_order = first in (0, EXIT_STOPPED)
             kill_at = time.monotonic() + (_FOLLOW_SECONDS if in_order else _FOLLOW_FAILED_SECONDS)
-            if not in_order:
+            if not in_order and not seen:  # a second SIGTERM would kill a rank that is on its way out
                 _terminate(ranks)
         else:
             time.sleep(_POLL_SECONDS)

@@ -20,8 +20,8 @@ HOSTILE = {
     "nothing": b"",
     "half": b'{"a": [1,',
     "no text": b"\xff\xfe\x00{",
-    "brackets": b"[" * 3000 + b"]" * 3000,
-    "braces": b'{"label":' * 3000 + b"1" + b"}" * 3000,
+    "brackets": b"[" * 100_000 + b"]" * 100_000,
+    "braces": b'{"label":' * 100_000 + b"1" + b"}" * 100_000,
     "an integer of 5,000 digits": b'{"label": ' + b"9" * 5000 + b"}",
     "a list of such": b"[1, " + b"9" * 5000 + b"]",
 }

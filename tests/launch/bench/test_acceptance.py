@@ -10,6 +10,7 @@ from shardvit.launch.bench import acceptance
 from shardvit.launch.bench.acceptance_processes import LineGroup, environment_for, lines_of
 from shardvit.launch.bench.acceptance_report import AcceptanceLine, AcceptanceReport, read_report
 from shardvit.launch.bench.gpu_report import GpuResults, Machine
+from tests.test_repository import ROOT
 
 CONFTEST = """
 def pytest_addoption(parser):
@@ -97,8 +98,8 @@ def test_what_has_passed_is_not_run_again(tmp_path: Path):
 
 def test_every_file_of_the_suite_has_a_group():
     named = {path for group in acceptance.GROUPS for path in group.paths}
-    files = {path for path in acceptance.ROOT.glob("tests/**/test_*.py") if "mark.gpu" in path.read_text("utf-8")}
-    names = {str(path.relative_to(acceptance.ROOT)) for path in files} - {"tests/launch/bench/test_acceptance.py"}
+    files = {path for path in ROOT.glob("tests/**/test_*.py") if "mark.gpu" in path.read_text("utf-8")}
+    names = {str(path.relative_to(ROOT)) for path in files} - {"tests/launch/bench/test_acceptance.py"}
     assert named == names and len(names) > 10
 
 

@@ -98,7 +98,7 @@ def test_a_model_is_built_as_it_was_saved() -> None:
     expected.load_state_dict(found.state)
     images = torch.randn(2, 3, 16, 16)
     with torch.no_grad():
-        assert torch.equal(built(found, device=torch.device("cpu"))(images), expected.eval()(images))
+        torch.testing.assert_close(built(found, device=torch.device("cpu"))(images), expected.eval()(images))
 
 
 def test_what_is_kept_of_a_look_is_that_of_the_model_shown_all_at_once() -> None:
