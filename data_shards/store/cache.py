@@ -32,7 +32,6 @@ from shardvit.data_shards.store.remote_errors import DownloadStopped, Stop, Tran
 from shardvit.data_shards.text import show_bytes
 
 Evict = Literal["any", "idle"]
-Claimed = Callable[[], None]
 
 IDLE_SECONDS = 30.0  # a shard untouched for longer is neither in use nor about to be
 TOUCH_SECONDS = 5.0  # interval at which shards in use, or prefetched, need `touch`
@@ -106,9 +105,9 @@ class Cache:
         return descriptor
 
     def begin(
-        self, name: str, *, evict: Evict, stop: Stop = lambda: False, claimed: Claimed = lambda: None
+        self, name: str, *, evict: Evict, stop: Stop = lambda: False, on_claimed: Callable[[], None] = lambda: None
     ) -> PartialShard | None:
-        """Take the lock to write a shard (`claimed`: see there); None while another process or thread has it."""
+        """Take the lock to write a shard; None while another process or thread has it. See there for `on_claimed`."""
         path = self._path(name + _PART)
         try:
             self.config.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -117,7 +116,7 @@ class Cache:
             raise self.unusable(error) from None
         # The file may have been renamed or removed before it was locked.
         if _try_lock(descriptor) and _is_at(descriptor, path):
-            return PartialShard(self, descriptor, name=name, evict=evict, stop=stop, claimed=claimed)
+            return PartialShard(self, descriptor, name=name, evict=evict, stop=stop, on_claimed=on_claimed)
         os.close(descriptor)
         return None
 
@@ -192,13 +191,15 @@ class PartialShard:
 
     `begin` and `write` raise UserError for a shard larger than the limit or an unusable folder, StoreError for a full
     disk, CacheFull (prefetching) or Transient while there is no room, DownloadStopped if `stop` returned True.
-    `begin` calls `claimed` once there is room.
+    `begin` calls `on_claimed` once there is room.
     """
 
-    def __init__(self, cache: Cache, descriptor: int, *, name: str, evict: Evict, stop: Stop, claimed: Claimed) -> None:
+    def __init__(
+        self, cache: Cache, descriptor: int, *, name: str, evict: Evict, stop: Stop, on_claimed: Callable[[], None]
+    ) -> None:
         self._cache, self._descriptor, self._name, self._stop = cache, descriptor, name, stop
         self._evict: Evict = evict
-        self._claimed = claimed
+        self._on_claimed = on_claimed
         self._limit_bytes = cache.config.limit_bytes
         self._done = self._reserved = 0
         self._wanted = self._growth = max(1, min(_GROWTH_BYTES, self._limit_bytes // 8))
@@ -217,7 +218,7 @@ class PartialShard:
         self._done = self._reserved = 0
         os.ftruncate(self._descriptor, 0)
         self._reserve(self._wanted if num_bytes is None else num_bytes, may_wait=self._evict == "any")
-        self._claimed()
+        self._on_claimed()
 
     def write(self, piece: bytes) -> None:
         if self._done + len(piece) > self._reserved:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from shardvit.data_shards.shards.shard_set import ShardEntry, ShardSet
-from shardvit.data_shards.store.cache import TOUCH_SECONDS, CacheFull, Claimed
+from shardvit.data_shards.store.cache import TOUCH_SECONDS, CacheFull
 from shardvit.data_shards.store.remote_errors import DownloadStopped
 from shardvit.data_shards.store.store import Store
 
@@ -92,7 +92,7 @@ class Prefetcher:
                     if shard is None:
                         return
                     try:
-                        self._fetch(shard, step, claimed=turn.close)
+                        self._fetch(shard, step, on_claimed=turn.close)
                     finally:
                         self._coming.discard(shard)
         except DownloadStopped:
@@ -110,12 +110,12 @@ class Prefetcher:
                 self._ahead[shard] = step, self._entries[shard].num_bytes or 0
                 yield shard, step
 
-    def _fetch(self, shard: int, step: int, *, claimed: Claimed) -> None:
-        """Fetch a shard, unless training gets there first; `claimed` ends its turn, and may be called again."""
+    def _fetch(self, shard: int, step: int, *, on_claimed: Callable[[], None]) -> None:
+        """Fetch a shard, unless training gets there first; `on_claimed` ends its turn, and may be called again."""
         delay = _FIRST_DELAY_SECONDS
         while self._step <= step:
             try:
-                self._store.prefetch(self._entries[shard], stop=self._pulse, claimed=claimed)
+                self._store.prefetch(self._entries[shard], stop=self._pulse, on_claimed=on_claimed)
                 self._ahead[shard] = step, self._store.keep(self._entries[shard]) or 0
                 return
             except CacheFull:
@@ -124,7 +124,7 @@ class Prefetcher:
                 raise
             except Exception as error:  # noqa: BLE001 - the reader will get the same error and report it
                 self.error = error
-                claimed()
+                on_claimed()
                 self._pause(delay)
                 delay = min(2 * delay, _MOST_DELAY_SECONDS)
 

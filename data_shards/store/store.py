@@ -16,7 +16,7 @@ from shardvit.data_shards.shards.location import PIPE, Commands, is_local, local
 from shardvit.data_shards.shards.shard_index import ShardIndex
 from shardvit.data_shards.shards.shard_set import ShardEntry
 from shardvit.data_shards.shards.tar_index import build_index, open_index, read_index
-from shardvit.data_shards.store.cache import Cache, CacheConfig, Claimed, Evict, PartialShard
+from shardvit.data_shards.store.cache import Cache, CacheConfig, Evict, PartialShard
 from shardvit.data_shards.store.download import Downloads, MissingObject, RetryPolicy, StoreError
 from shardvit.data_shards.store.remote_errors import DownloadStopped, Stop, Wrong
 
@@ -38,7 +38,7 @@ class _Fetch:
     entry: ShardEntry
     evict: Evict = "any"
     stop: Stop = lambda: False
-    claimed: Claimed = lambda: None
+    on_claimed: Callable[[], None] = lambda: None
     wants_index: bool = True
 
 
@@ -98,14 +98,16 @@ class Store:
         """Open a shard's file, complete but not indexed; StoreError and UserError as in `open`."""
         return _open_local(entry.url) if is_local(entry.url) else self._cached(_Fetch(entry, wants_index=False))[0]
 
-    def prefetch(self, entry: ShardEntry, *, stop: Stop = lambda: False, claimed: Claimed = lambda: None) -> None:
+    def prefetch(
+        self, entry: ShardEntry, *, stop: Stop = lambda: False, on_claimed: Callable[[], None] = lambda: None
+    ) -> None:
         """Fetch a shard, or mark it as still wanted, in one attempt that evicts nothing in use.
 
-        `claimed` is called once the cache has room for it, if it is not there yet. StoreError and UserError as in
+        `on_claimed` is called once the cache has room for it, if it is not there yet. StoreError and UserError as in
         `open`, CacheFull, and DownloadStopped if `stop` returned True.
         """
         if not is_local(entry.url):
-            os.close(self._cached(_Fetch(entry, "idle", stop, claimed))[0])
+            os.close(self._cached(_Fetch(entry, "idle", stop, on_claimed))[0])
 
     def keep(self, entry: ShardEntry) -> int | None:
         """Mark a cached shard as still wanted; return its bytes, or None if it is gone."""
@@ -127,7 +129,7 @@ class Store:
             descriptor = self._cache.open(name, num_bytes=entry.num_bytes)
             if descriptor is not None:
                 return descriptor, name, None
-            part = self._cache.begin(name, evict=fetch.evict, stop=fetch.stop, claimed=fetch.claimed)
+            part = self._cache.begin(name, evict=fetch.evict, stop=fetch.stop, on_claimed=fetch.on_claimed)
             if part is not None:
                 with part:
                     # Another process may have finished it between the two calls.
@@ -138,7 +140,7 @@ class Store:
                     if index is not None and entry.index is None:
                         self._cache.save_index(index, name, label=entry.labels.part, evict=fetch.evict)
                     return part.publish(), name, index
-            fetch.claimed()  # by whoever is writing it
+            fetch.on_claimed()  # by whoever is writing it
             if fetch.stop():
                 raise DownloadStopped
             time.sleep(_WAIT_SECONDS)

@@ -135,8 +135,9 @@ def test_errors_are_left_to_the_reader_and_tried_again(
         wait_until(lambda: is_here(folder, 0) and isinstance(prefetcher.error, MissingObject))
         with pytest.raises(MissingObject, match=r"/1\.tar is not there"):
             Store(CacheConfig(folder=folder), retry=QUICK).open(entries[1])
+        wait_until(lambda: is_here(folder, 2))  # it holds up no other
         server.files["/1.tar"] = missing
-        wait_until(lambda: is_here(folder, 2))
+        wait_until(lambda: is_here(folder, 1))
 
 
 def test_a_slow_shard_does_not_hold_up_the_next(server: FaultServer, folder: Path, entries: list[ShardEntry]):
@@ -144,6 +145,17 @@ def test_a_slow_shard_does_not_hold_up_the_next(server: FaultServer, folder: Pat
     with prefetching(folder, entries, lookahead_bytes=10 * SIZE):
         wait_until(lambda: is_here(folder, 3))
         assert not is_here(folder, 0)
+
+
+def test_a_shard_that_another_process_is_fetching_does_not_hold_up_the_next(
+    server: FaultServer, folder: Path, entries: list[ShardEntry]
+):
+    server.always["/0.tar"] = "stall:70000"
+    with prefetching(folder, entries, lookahead_bytes=1):
+        wait_until(lambda: server.count("/0.tar") >= 1)
+        with prefetching(folder, entries, lookahead_bytes=10 * SIZE):
+            wait_until(lambda: is_here(folder, 3))
+            assert not is_here(folder, 0)
 
 
 def test_close_ends_planning_that_finds_nothing_to_fetch(

@@ -101,6 +101,16 @@ except KeyboardInterrupt:
 """
 
 
+ON_ITS_WAY_OUT = """
+def stop(*_):
+    signal.signal(15, signal.SIG_DFL)  # as Python does at its end
+    if os.environ["RANK"] == "1":
+        time.sleep(600)
+    sys.exit(1)
+signal.signal(15, stop)
+"""
+
+
 @dataclass
 class Standing:
     """`run_stage_locally` in a process of its own, with two ranks below it."""
@@ -207,9 +217,10 @@ def test_a_rank_that_was_killed_ends_the_others_and_says_why(tmp_path: Path):
         ("signal.signal(15, lambda *_: sys.exit(0))", "interrupted"),
         ("signal.signal(15, lambda *_: sys.exit(75))", "code 75"),
         ("signal.signal(15, lambda *_: sys.exit(1))", "code 1"),
+        (ON_ITS_WAY_OUT, "code 1"),  # a second SIGTERM would kill rank 1
         ("os.environ['RANK'] == '1' or signal.signal(15, signal.SIG_IGN)", "interrupted"),  # and must be killed
     ],
-    ids=["not listening yet", "came to its end", "saved", "failed", "one hangs"],
+    ids=["not listening yet", "came to its end", "saved", "failed", "one is on its way out", "one hangs"],
 )
 def test_what_a_rank_makes_of_a_stop(tmp_path: Path, listens: str, ended: str):
     stand_in_for_launch(
