@@ -8,10 +8,10 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from shardvit.launch.watch.packing import PackingWatcher
 
 _LEAST_SECONDS = 0.2
+_SLICE_SECONDS = 0.5
 _STDIN = 0
 
 
@@ -94,7 +95,7 @@ def _watch_packing(packing: PackingWatcher, *, as_json: bool, every_seconds: flo
         return 0
     with suppress(KeyboardInterrupt), Live(as_text(seen), console=open_console(), auto_refresh=False) as live:
         while seen["state"] != "packed":
-            time.sleep(every_seconds)
+            _wait(every_seconds)
             live.update(as_text(seen := packing.look()), refresh=True)
     return 0
 
@@ -146,14 +147,15 @@ def follow(watcher: Watcher, *, console: Console, interval_seconds: float) -> No
     from shardvit.launch.watch.screen import page
 
     try:
-        with _leaving_by_q() as typed, Live(console=console, auto_refresh=False, screen=True) as live:
-            footer = Text(f"{'q' if typed else 'Ctrl-C'} leaves, the run continues", style="dim", no_wrap=True)
+        with _leaving_by_q() as keyboard, Live(console=console, auto_refresh=False, screen=True) as live:
+            key = "Ctrl-C" if keyboard is None else "q"
+            footer = Text(f"{key} leaves, the run continues", style="dim", no_wrap=True)
             while True:
                 view = watcher.look()
                 size = console.size
                 shown = page(view, width=size.width, height=size.height - 3, glyphs=_glyphs(console))
                 live.update(Group(shown, "", footer), refresh=True)
-                if view.is_done or (typed or time.sleep)(interval_seconds):
+                if view.is_done or _wait(interval_seconds, keyboard=keyboard) == "left":
                     break
     finally:
         show_once(watcher, console=console)
@@ -164,9 +166,9 @@ def _glyphs(console: Console) -> Glyphs:
 
 
 @contextmanager
-def _leaving_by_q() -> Iterator[Callable[[float], bool] | None]:
-    """Yield a function that waits that many seconds for `q` (True if typed); None without a terminal of ours. SIGTERM
-    and SIGHUP become KeyboardInterrupt, so that the terminal is restored."""
+def _leaving_by_q() -> Iterator[int | None]:
+    """Yield the descriptor that gives each key at once; None without a terminal of ours. SIGTERM and SIGHUP become
+    KeyboardInterrupt, so that the terminal is restored."""
     from shardvit.launch.local.processes import handled
 
     with handled((signal.SIGTERM, signal.SIGHUP), signal.default_int_handler):
@@ -179,7 +181,7 @@ def _leaving_by_q() -> Iterator[Callable[[float], bool] | None]:
         before = termios.tcgetattr(_STDIN)
         try:
             tty.setcbreak(_STDIN)
-            yield _typed
+            yield _STDIN
         finally:
             with suppress(termios.error):  # the terminal is gone
                 termios.tcsetattr(_STDIN, termios.TCSADRAIN, before)
@@ -192,9 +194,13 @@ def _is_ours() -> bool:
         return False
 
 
-def _typed(seconds: float) -> bool:
+def _wait(seconds: float, *, keyboard: int | None = None) -> Literal["waited", "left"]:
+    """Wait that long, or until `q` is typed. In slices, as a signal that comes just before a system call does not end
+    that call, and Python handles it only afterwards."""
+    keyboards = [] if keyboard is None else [keyboard]
     until = time.monotonic() + seconds
-    while select.select([_STDIN], [], [], max(0.0, until - time.monotonic()))[0]:
-        if (keys := os.read(_STDIN, 1024).lower()) == b"" or b"q" in keys:
-            return True
-    return False
+    while (left := until - time.monotonic()) > 0:
+        for ready in select.select(keyboards, [], [], min(left, _SLICE_SECONDS))[0]:
+            if (keys := os.read(ready, 1024).lower()) == b"" or b"q" in keys:
+                return "left"
+    return "waited"

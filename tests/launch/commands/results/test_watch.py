@@ -1,6 +1,8 @@
 """The command on a terminal, into a pipe, and when it is interrupted."""
 
+import _thread
 import fcntl
+import io
 import os
 import select
 import shutil
@@ -8,13 +10,17 @@ import signal
 import subprocess
 import sys
 import termios
+import threading
 import time
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
+from rich.console import Console
 
 from shardvit.launch.commands.results import watch as command
+from shardvit.launch.slurm.commands import Slurm
+from shardvit.launch.watch.look import Watcher
 from tests.launch.watch.test_screen import Run
 
 
@@ -115,6 +121,18 @@ def test_where_standard_input_is_no_terminal_ctrl_c_leaves(run: Run) -> None:
     assert termios.tcgetattr(typed.follower) == typed.before
     os.write(typed.leader, b"\x03")
     typed.is_left()
+
+
+def test_ctrl_c_just_before_the_system_call_that_waits_leaves_too(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def waits(*arguments: Any) -> Any:
+        threading.Timer(0.1, _thread.interrupt_main).start()  # Python's mark of the signal, without the signal
+        return selects(*arguments)
+
+    selects = select.select
+    monkeypatch.setattr(command.select, "select", waits)
+    console = Console(file=io.StringIO(), force_terminal=True)
+    with pytest.raises(KeyboardInterrupt):
+        command.follow(Watcher(run.folder.path, slurm=Slurm()), console=console, interval_seconds=3600)
 
 
 def test_a_run_that_is_done_ends_it(run: Run) -> None:
