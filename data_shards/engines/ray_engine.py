@@ -7,6 +7,7 @@ a part. Does not move files: sources and OUT are paths or URLs that all nodes se
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import socket
@@ -107,6 +108,7 @@ def open_ray(*, address: str | None, workers: int | None, seen_by_all: Sequence[
         if not ray.is_initialized():  # else it is the caller's own
             address = address or os.environ.get("RAY_ADDRESS") or "local"
             _connect(address, workers=workers)
+            stack.callback(gc.collect)  # Ray's clients would kill a forked process that destroys them
             stack.callback(ray.shutdown)
             workers = None if address == "local" else workers
         yield RayEngine(workers, [os.path.abspath(path) for path in seen_by_all])

@@ -1,5 +1,6 @@
 """The laws of an engine, on this machine's processes and on a Ray cluster of two nodes, one of which dies."""
 
+import gc
 import json
 import os
 import signal
@@ -40,14 +41,23 @@ def _works_are_found() -> None:
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Any]:
+def collected() -> Iterator[None]:
+    """Ray's clients are destroyed here, as they would kill another test's forked process that destroys them."""
+    yield
+    gc.collect()
+
+
+@pytest.fixture(scope="module")
+def cluster(collected: None) -> Iterator[Any]:
     """A Ray cluster of two nodes, the driver's without CPUs."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
     cluster_utils = pytest.importorskip("ray.cluster_utils")
     before = set(psutil.Process().children(recursive=True))
     made = cluster_utils.Cluster(
-        initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False, **STORE}
+        initialize_head=True,
+        head_node_args={"num_cpus": 0, "include_dashboard": False, **STORE},
+        shutdown_at_exit=False,  # the hook would keep the clients
     )
     made.add_node(num_cpus=2, **STORE)
     yield made
@@ -194,6 +204,27 @@ def test_a_local_ray_is_silent_imports_nothing_of_the_working_folder_and_ends_wi
     assert "ray" not in complained.partition("Traceback")[0]
     _, alive = psutil.wait_procs(family, timeout=60)
     assert not alive
+
+
+FORKS_AFTERWARDS = """
+import gc, os
+from shardvit.data_shards.engines.engine import open_engine
+
+gc.disable()  # what Ray leaves is collected in the child, as in a DataLoader's worker
+with open_engine("ray", workers=1):
+    pass
+if (child := os.fork()) == 0:
+    gc.collect()
+    os._exit(0)
+raise SystemExit(os.waitpid(child, 0)[1])
+"""
+
+
+def test_a_process_that_is_forked_afterwards_lives():
+    pytest.importorskip("ray")
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
+    environment.pop("RAY_ADDRESS", None)
+    assert subprocess.run([sys.executable, "-c", FORKS_AFTERWARDS], env=environment, check=False).returncode == 0
 
 
 def test_a_folder_that_other_nodes_see_is_left_as_it_was(cluster: Any, tmp_path: Path):
