@@ -134,7 +134,7 @@ class ShardedStep:
         )
         for each in bucket:
             each.grad = None
-        if len(flat) == self._ends[-1]:  # a single process's only bucket
+        if self._ranks == 1 and len(self._buckets) == 1:
             self._gradient = flat
             return
         gradient = flat.new_empty(self._ends[-1]) if self._gradient is None else self._gradient
