@@ -5,8 +5,8 @@ silently takes the first that supports the shape. We set the order for the whole
 shape to see which is taken. Those below it stay allowed: attention pooling has one query, evaluation no gradient.
 
 Rules, from `aten/src/ATen/native/transformers/cuda/sdp_utils.cpp` and `sdp_utils_cpp.h`:
-- cudnn first on compute capability 9 and 10, torch's own rule (`check_prefer_cudnn_attention`), with cuDNN above 9.15.0
-  (the first correct for lengths that 128 does not divide). Head sizes: multiples of 8 up to 128.
+- cudnn first on compute capability 9 and 10, torch's own rule (`check_prefer_cudnn_attention`), unless that cuDNN may be
+  wrong for the shape (`_fault_of_cudnn`). Head sizes: multiples of 8 up to 128.
 - flash: half precision, compute capability 8.0 and above, head sizes up to 256.
 - a learnt bias (`model.positions.embedding`): efficient or math. Flash takes none; cuDNN (`check_attn_mask_shape`) and
   the CPU kernel give it no gradient.
@@ -27,7 +27,6 @@ from torch.nn import functional
 from shardvit.data_shards.errors import UserError
 from shardvit.pipeline.recipe.vocabulary import AttentionKernel
 
-_FIRST_CUDNN = 91_501  # 9.15.1
 _NODES = {  # a kernel's autograd node -> the kernel
     "ScaledDotProductCudnnAttentionBackward": "cudnn",
     "ScaledDotProductFlashAttentionBackward": "flash",
@@ -46,6 +45,7 @@ class AttentionCase:
     head_size: int
     tokens: int
     has_learnt_bias: bool = False
+    has_pooling: bool = False  # attention with one query, after the blocks
     capability: tuple[int, int] = (0, 0)  # of the GPU
     cudnn: int = 0  # version, such as 91501; 0: none
 
@@ -79,11 +79,19 @@ def order_of(case: AttentionCase) -> tuple[tuple[AttentionKernel, ...], str]:
         return (*efficient, "math"), "flash takes heads of at most 256, cuDNN of 128"
     if not aligned or case.head_size > 128 or not case.cudnn:
         return ("flash", *efficient, "math"), ""
-    if case.capability[0] in (9, 10) and case.cudnn >= _FIRST_CUDNN:
+    fault = _fault_of_cudnn(case) if case.capability[0] in (9, 10) else ""
+    if case.capability[0] in (9, 10) and not fault:
         return ("cudnn", "flash", *efficient, "math"), ""
-    is_new = case.capability[0] in (9, 10)
-    reason = f"cuDNN {case.cudnn} is loaded, and its kernel is right for all lengths from 9.15.1 on" if is_new else ""
-    return ("flash", "cudnn", *efficient, "math"), reason
+    return ("flash", "cudnn", *efficient, "math"), fault
+
+
+def _fault_of_cudnn(case: AttentionCase) -> str:
+    """Why this cuDNN may be wrong for the case (pytorch issues 193893, 196678; cudnn-frontend 1072); "": it is right."""
+    if case.cudnn < 91_501:
+        return f"cuDNN {case.cudnn} is loaded, and its kernel is right for all lengths from 9.15.1 on"
+    if case.cudnn < 92_600 and case.capability[0] == 9 and case.tokens % 128 == 64:
+        return f"before 9.26, cuDNN's gradients ({case.cudnn} is loaded) may be NaN for {case.tokens} tokens"
+    return "cuDNN may be wrong for attention pooling's one query" if case.has_pooling else ""
 
 
 @dataclass(frozen=True)
@@ -112,7 +120,7 @@ def attention_kernels(
         "efficient": SDPBackend.EFFICIENT_ATTENTION,
         "math": SDPBackend.MATH,
     }
-    able, _ = order_of(cases[0])
+    able = min((order_of(case)[0] for case in cases), key=lambda order: order[0] == "cudnn")  # cuDNN if right for all
     wanted = {"auto": able, "math": ("math",)}.get(asked, (asked, *able))
     with sdpa_kernel([backends[kernel] for kernel in wanted], set_priority=True):
         yield [_choice(case, asked=asked) for case in cases]
@@ -128,7 +136,7 @@ def _choice(case: AttentionCase, *, asked: AttentionKernel | Literal["auto"]) ->
         )
     if ran != able[0]:
         reason = "engine.attention asks for it" if asked == ran else "; ".join(_objections(case, able[0]))
-        reason = reason or f"torch refuses {able[0]}"
+        reason = reason or f"torch refuses {able[0]}, or it may be wrong for another length of the stage"
     return ChosenKernel(case, ran, reason)
 
 

@@ -78,6 +78,8 @@ def settled_kernels(
                 settings.enter_context(deterministic_algorithms())
         if cases:
             chosen = settings.enter_context(attention_kernels(cases, asked=engine.attention))
+            if tags.get("shardvit.deterministic") == "on" and any(each.kernel != "cudnn" for each in chosen):
+                settings.enter_context(deterministic_algorithms())  # torch refused what repeats its bits by itself
             if len(recipe.image_sizes(stage)) > 1:  # a line for each kernel
                 chosen = {each.kernel: each for each in chosen}.values()
             notes += [each.describe() for each in chosen]
@@ -153,6 +155,7 @@ def _attention_cases(
             head_size=attention.head_dim,
             tokens=length,
             has_learnt_bias=isinstance(attention, RelativeAttention),
+            has_pooling=getattr(model, "attn_pool", None) is not None,
             capability=torch.cuda.get_device_capability(device) if on_gpu else (0, 0),
             cudnn=(torch.backends.cudnn.version() or 0) if on_gpu and torch.version.hip is None else 0,
         )

@@ -6,8 +6,10 @@ from typing import Any
 import pytest
 import torch
 from torch.nn import functional
+from torch.nn.attention import SDPBackend
 
 from shardvit.data_shards.errors import UserError
+from shardvit.pipeline.kernels import attention
 from shardvit.pipeline.kernels.attention import AttentionCase, attention_kernels, kernel_that_runs, order_of
 
 ON_CPU = AttentionCase(device="cpu", precision="fp32", heads=2, head_size=16, tokens=17)
@@ -24,6 +26,11 @@ FALLBACK = ("efficient", "math")
         ({"capability": (10, 0)}, ("cudnn", "flash", *FALLBACK), False),
         ({"head_size": 80, "tokens": 257, "precision": "fp16"}, ("cudnn", "flash", *FALLBACK), False),
         ({"cudnn": 91_500}, ("flash", "cudnn", *FALLBACK), True),  # wrong for some lengths: torch prefers flash
+        ({"tokens": 576, "cudnn": 92_000}, ("flash", "cudnn", *FALLBACK), True),
+        ({"tokens": 577, "cudnn": 92_000}, ("cudnn", "flash", *FALLBACK), False),
+        ({"tokens": 576, "cudnn": 92_600}, ("cudnn", "flash", *FALLBACK), False),
+        ({"tokens": 576, "cudnn": 92_000, "capability": (10, 0)}, ("cudnn", "flash", *FALLBACK), False),
+        ({"has_pooling": True, "cudnn": 92_600}, ("flash", "cudnn", *FALLBACK), True),
         ({"capability": (8, 0)}, ("flash", "cudnn", *FALLBACK), False),
         ({"capability": (12, 0)}, ("flash", "cudnn", *FALLBACK), False),
         ({"cudnn": 0}, ("flash", *FALLBACK), False),  # none, or an AMD GPU
@@ -41,6 +48,18 @@ FALLBACK = ("efficient", "math")
 def test_the_order_on_gpus(change: dict[str, Any], order: tuple[str, ...], told: bool) -> None:
     kernels, reason = order_of(replace(H100, **change))
     assert kernels == order and bool(reason) == told
+
+
+@pytest.mark.parametrize(("tokens", "first"), [((197, 576), "FLASH"), ((576, 197), "FLASH"), ((197, 99), "CUDNN")])
+def test_cudnn_comes_first_if_it_is_right_for_all_lengths(
+    tokens: tuple[int, ...], first: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "kernel_that_runs", lambda case: first.lower())
+    monkeypatch.setattr(attention, "_objections", lambda case, kernel: [])
+    cases = [replace(H100, tokens=each, cudnn=92_000) for each in tokens]
+    with attention_kernels(cases, asked="auto") as chosen:
+        assert torch._C._get_sdp_priority_order()[0] == SDPBackend.__members__[f"{first}_ATTENTION"].value
+    assert {each.kernel for each in chosen} == {first.lower()}
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

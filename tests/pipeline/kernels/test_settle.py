@@ -16,7 +16,7 @@ from shardvit.data_shards.errors import UserError
 from shardvit.model.config import ModelConfig
 from shardvit.model.vit import build_model
 from shardvit.pipeline.kernels import settle
-from shardvit.pipeline.kernels.attention import AttentionCase
+from shardvit.pipeline.kernels.attention import AttentionCase, ChosenKernel
 from shardvit.pipeline.kernels.settle import deterministic_algorithms, fp32_products, repeats_bits, settled_kernels
 from shardvit.pipeline.recipe.schema import Recipe
 
@@ -89,18 +89,33 @@ def test_a_stage_that_repeats_its_bits_by_itself_prepares_for_one_that_does_not(
         assert not torch.are_deterministic_algorithms_enabled()
 
 
+@pytest.mark.parametrize(("kernel", "switched"), [("cudnn", False), ("flash", True)])
+def test_what_torch_refuses_does_not_count_on_its_own_bits(kernel, switched, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    chosen = [ChosenKernel(case(197), kernel, "")]
+    monkeypatch.setattr(settle, "_attention_cases", lambda *arguments, **options: [case(197)])
+    monkeypatch.setattr(settle, "attention_kernels", lambda *arguments, **options: contextlib.nullcontext(chosen))
+    recipe = recipe_of(ModelConfig(width=16, depth=1, heads=2, patch_size=4), image_size=8, deterministic="on")
+    model = build_model(recipe.model, image_size=8, num_classes=2, head="linear")
+    with settled_kernels(recipe, stage="pretrain", model=model, device=torch.device("cuda", 0)):
+        assert torch.are_deterministic_algorithms_enabled() == switched
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
 TWO_STAGES = """
 import torch
 from shardvit.model.vit import build_model
 from shardvit.pipeline.kernels.settle import settled_kernels
-from test_settle import ModelConfig, recipe_of
+from shardvit.pipeline.kernels.attention import order_of
+from test_settle import ModelConfig, case, recipe_of
 
 config = ModelConfig(width=128, depth=1, heads=2, patch_size=16)
 for size, switched in ((224, False), (384, True)):
     recipe = recipe_of(config, image_size=size, precision="bf16")
     model = build_model(config, image_size=size, num_classes=2, head="linear").to("cuda", torch.bfloat16)
     with settled_kernels(recipe, stage="pretrain", model=model):
-        first = torch.cuda.get_device_capability()[0] not in (9, 10)
+        here = {"capability": torch.cuda.get_device_capability(), "cudnn": torch.backends.cudnn.version() or 0}
+        first = order_of(case(197, **here))[0][0] != "cudnn"
         assert torch.are_deterministic_algorithms_enabled() == (switched or first)
         model(torch.randn(2, 3, size, size, device="cuda", dtype=torch.bfloat16)).sum().backward()
 """
