@@ -1,7 +1,8 @@
 """Say which of the project's requirements this Python lacks, with the pip command that adds them: exit 1 if any.
 
-For `make ... PYTHON=...`, which uses an environment as it is. Runs on the standard library alone, in milliseconds, and
-imports none of the packages. It compares plain lower bounds (">=1.2.3"); whatever else a requirement says is pip's.
+For `make ... PYTHON=...`, which uses an environment as it is. With `--wheels FOLDER` prints the wheels of a folder that
+this Python lacks, or has in a version below the project's (docs/gpu.md). Runs on the standard library alone, in
+milliseconds, and imports none of the packages. It compares plain lower bounds (">=1.2.3"); whatever else a requirement says is pip's.
 """
 
 from __future__ import annotations  # so that an older Python comes as far as the sentence that refuses it
@@ -10,6 +11,8 @@ import re
 import sys
 from importlib import metadata
 from pathlib import Path
+
+PYPROJECT = Path(__file__).parent.parent / "pyproject.toml"
 
 
 def release(version: str) -> tuple[int, ...]:
@@ -42,6 +45,23 @@ def requirements(pyproject: Path, extras: list[str]) -> list[tuple[str, tuple[in
     return found
 
 
+def missing_wheels(folder: Path) -> list[Path]:
+    """The wheels of a folder whose package is not installed, or older than the project allows."""
+    lowest = {normalised(name): bound for name, bound, _ in requirements(PYPROJECT, [])}
+    found: list[Path] = []
+    for wheel in sorted(folder.glob("*.whl")):
+        name = normalised(wheel.name.partition("-")[0])
+        have = installed_version(name)
+        if not have or release(have) < lowest.get(name, ()):
+            found.append(wheel)
+    return found
+
+
+def normalised(name: str) -> str:
+    """A package's name as the index spells it."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
 def main(extras: list[str]) -> int:
     """Print to stderr what is missing or too old; 0 when nothing is."""
     python = sys.executable
@@ -49,7 +69,7 @@ def main(extras: list[str]) -> int:
         return refuse(f"{python} is Python {sys.version.split()[0]}; give PYTHON a 3.11, 3.12 or 3.13.")
     wanted: list[str] = []
     torch_pins: list[str] = []
-    for name, lowest, text in requirements(Path(__file__).parent.parent / "pyproject.toml", extras):
+    for name, lowest, text in requirements(PYPROJECT, extras):
         have = installed_version(name)
         enough = have != "" and release(have) >= lowest
         if enough and name in ("torch", "torchvision"):
@@ -77,4 +97,7 @@ def refuse(message: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    if sys.argv[1:2] == ["--wheels"]:
+        print(*missing_wheels(Path(sys.argv[2])))
+    else:
+        sys.exit(main(sys.argv[1:]))

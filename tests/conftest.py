@@ -133,6 +133,11 @@ def run_preloaded(preloaded_environment: Mapping[str, str]) -> RunCli:
     return partial(_run_cli, preloaded_environment)
 
 
+def python_path(*before: Path) -> str:
+    """PYTHONPATH for a process of the repository's: the caller's stays, as docs/gpu.md puts packages in a folder."""
+    return os.pathsep.join([*map(str, before), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 def _run_cli(
     more: Mapping[str, str],
     *args: str | Path,
@@ -140,11 +145,10 @@ def _run_cli(
     env: Mapping[str, str] | None = None,
     timeout_seconds: float = 240,
 ) -> subprocess.CompletedProcess[str]:
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return subprocess.run(
         [sys.executable, "-m", "shardvit.launch.cli", *map(str, args)],
         cwd=cwd,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), **more, **(env or {})},
+        env={**os.environ, "PYTHONPATH": python_path(), **more, **(env or {})},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

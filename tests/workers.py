@@ -3,28 +3,41 @@
 import os
 import subprocess
 import sys
+import tempfile
+import time
+from contextlib import ExitStack
 from pathlib import Path
 
-from tests.conftest import ROOT
+from tests.conftest import python_path
 
 
 def run_ranks(worker: Path, out: Path, *, world_size: int, accelerator: str = "cpu") -> None:
     """Run `python WORKER OUT RANK WORLD_SIZE` for every rank, by default on the CPU; AssertionError with what all said
-    if one fails."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": accelerator}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(worker), str(out), str(rank), str(world_size)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(world_size)
-    ]
-    try:
-        outputs = [process.communicate(timeout=500)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert all(process.returncode == 0 for process in processes), "\n".join(outputs)
+    if one fails, for which the others, who may wait for it, are given ten seconds."""
+    environment = {**os.environ, "PYTHONPATH": python_path(), "DS_ACCELERATOR": accelerator}
+    with ExitStack() as files:
+        outputs = [files.enter_context(tempfile.TemporaryFile("w+")) for _ in range(world_size)]
+        processes = [
+            subprocess.Popen(
+                [sys.executable, str(worker), str(out), str(rank), str(world_size)],
+                env=environment,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+            for rank, output in enumerate(outputs)
+        ]
+        deadline = time.monotonic() + 500
+        try:
+            while None in (codes := [process.poll() for process in processes]) and time.monotonic() < deadline:
+                if any(codes):
+                    deadline = min(deadline, time.monotonic() + 10)
+                time.sleep(0.05)
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+        said = []
+        for rank, output in enumerate(outputs):
+            output.seek(0)
+            said.append(f"rank {rank} ended with {processes[rank].returncode}:\n{output.read()}")
+    assert not any(process.returncode for process in processes), "\n".join(said)

@@ -2,7 +2,8 @@
 
 A process ends at its first failure, and the next one takes the rest: a CUDA error spoils whatever follows it in the
 same process. After `_PATIENCE` failures in a row it goes on by itself, since starting takes seconds. A line that is
-silent for too long is asked for its stacks (SIGABRT, which pytest's faulthandler answers) and killed.
+silent for too long is asked for its stacks (SIGABRT, which pytest's faulthandler answers) and killed. After a hang the
+next lines get a quarter of that time; after a second one the group ends, so that other groups have theirs.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ _PATIENCE = 3
 _POLL_SECONDS, _STACKS_SECONDS = 0.2, 10.0
 _MOST_DETAILS = 12_000  # characters
 OVER = "the time was over"
+_HANG, _MOST_HANGS = "hang", 2
+_START_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,7 @@ def lines_of(
     without: Sequence[str] = (),
 ) -> Iterator[AcceptanceLine]:
     """Run the group's tests but `without`; yields each line as it ends. `deadline` is of the monotonic clock."""
-    todo, failures, known = [*group.paths], 0, set[str]()
+    todo, failures, hangs, known = [*group.paths], 0, 0, set[str]()
     skipped = [option for test in without for option in ("--deselect", test)]
     while todo:
         selected, running, since, progress, ended = None, None, time.monotonic(), False, Ended("", "")
@@ -76,7 +79,11 @@ def lines_of(
             *todo,
         ]
         for event in _events(
-            command, root=group.root, environment=environment, silent_seconds=line_seconds, deadline=deadline
+            command,
+            root=group.root,
+            environment=environment,
+            silent_seconds=min(line_seconds, max(line_seconds / 4, _START_SECONDS)) if hangs else line_seconds,
+            deadline=deadline,
         ):
             if isinstance(event, Ended):
                 ended = event
@@ -98,9 +105,10 @@ def lines_of(
             progress, failures = True, failures + 1
             known.add(running)
         todo = [test for test in (todo if selected is None else selected) if test not in known]
-        if is_over or not progress:
-            what = {"status": "not run", "reason": OVER}
-            if not is_over:
+        hangs += ended.why.startswith(_HANG)
+        if is_over or not progress or hangs == _MOST_HANGS:
+            what = {"status": "not run", "reason": OVER if is_over else f"{hangs} lines before it hung"}
+            if not progress and not is_over:
                 what = {"status": "fail", "reason": ended.why or "pytest did not begin", "details": ended.details}
             yield from (AcceptanceLine(group.part, group.title, test, **what) for test in todo)
             return
@@ -155,7 +163,7 @@ def _events(
                         break
                     if time.monotonic() > min(deadline, heard + silent_seconds):
                         is_over = time.monotonic() > deadline
-                        why = OVER if is_over else f"hang: no end after {silent_seconds:.0f} s"
+                        why = OVER if is_over else f"{_HANG}: no end after {silent_seconds:.0f} s"
                         stop(process, asks=not is_over)
                         break
                     time.sleep(_POLL_SECONDS)

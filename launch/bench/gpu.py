@@ -122,7 +122,13 @@ def limit_seconds(turn: Turn, *, later: Sequence[Turn], left: float) -> float:
 
 def _take(turn: Turn, *, course: Mapping[str, int], folder: Path, limit: float) -> dict[str, Any]:
     # Compiled code is cached for the same contender's next turn but not for others: each shows its own compile time.
-    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(folder / turn.what), "TOKENIZERS_PARALLELISM": "false"}
+    # One GPU: transformers' Trainer would take all that it sees.
+    environment = {
+        **os.environ,
+        "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0],
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / turn.what),
+        "TOKENIZERS_PARALLELISM": "false",
+    }
     command = _command(turn, course=course)
     told = run_told(
         lambda descriptor: [*command, str(descriptor)], env=environment, timeout_seconds=limit, samples_memory=False

@@ -133,9 +133,10 @@ def _deepspeed(size: work.Size, meter: Meter, device: torch.device) -> Note:
         optimizer.step()
         optimizer.zero_grad()
         meter.end(loss)
-    kind = type(model).__name__
     distributed.destroy_process_group()
-    return "" if kind == "DeepSpeedEngine" else f"accelerate gave {kind}, not DeepSpeed"
+    if (kind := type(model).__name__) != "DeepSpeedEngine":
+        raise RuntimeError(f"accelerate gave {kind}, not DeepSpeed")
+    return ""
 
 
 def _trainer(size: work.Size, meter: Meter, device: torch.device) -> Note:

@@ -88,7 +88,7 @@ class Operations(TorchDispatchMode):
 
     def __enter__(self) -> Operations:
         self._watching = contextlib.ExitStack()
-        self._watching.enter_context(_watched_synchronisations(self.waits))
+        self._watching.enter_context(watched_synchronisations(self.waits))
         super().__enter__()
         return self
 
@@ -196,7 +196,7 @@ def _pin_memory(source: Tensor, *_: object) -> Tensor:
 
 
 @contextlib.contextmanager
-def _watched_synchronisations(waits: Counter[str]) -> Iterator[None]:
+def watched_synchronisations(waits: Counter[str]) -> Iterator[None]:
     """Count `synchronize` calls of torch and DeepSpeed: no-ops on a CPU, but a GPU's queue would drain."""
 
     def watched(call: Callable[..., Any]) -> Callable[..., Any]:

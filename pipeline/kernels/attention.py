@@ -5,8 +5,8 @@ silently takes the first that supports the shape. We set the order for the whole
 shape to see which is taken. Those below it stay allowed: attention pooling has one query, evaluation no gradient.
 
 Rules, from `aten/src/ATen/native/transformers/cuda/sdp_utils.cpp` and `sdp_utils_cpp.h`:
-- cudnn first on compute capability 9 and 10, torch's own rule (`check_prefer_cudnn_attention`), unless that cuDNN may be
-  wrong for the shape (`_fault_of_cudnn`). Head sizes: multiples of 8 up to 128.
+- cudnn first on compute capability 9 and 10, torch's own rule (`check_prefer_cudnn_attention`), unless this cuDNN may
+  be wrong for the shape (`_fault_of_cudnn`). Head sizes: multiples of 8 up to 128.
 - flash: half precision, compute capability 8.0 and above, head sizes up to 256.
 - a learnt bias (`model.positions.embedding`): efficient or math. Flash takes none; cuDNN (`check_attn_mask_shape`) and
   the CPU kernel give it no gradient.
@@ -86,7 +86,7 @@ def order_of(case: AttentionCase) -> tuple[tuple[AttentionKernel, ...], str]:
 
 
 def _fault_of_cudnn(case: AttentionCase) -> str:
-    """Why this cuDNN may be wrong for the case (pytorch issues 193893, 196678; cudnn-frontend 1072); "": it is right."""
+    """Why this cuDNN may be wrong (pytorch issues 193893, 196678; cudnn-frontend 1072); "": it is right."""
     if case.cudnn < 91_501:
         return f"cuDNN {case.cudnn} is loaded, and its kernel is right for all lengths from 9.15.1 on"
     if case.cudnn < 92_600 and case.capability[0] == 9 and case.tokens % 128 == 64:

@@ -30,6 +30,7 @@ import psutil
 import yaml
 
 from shardvit.data_shards.packing.pack import pack
+from tests.conftest import python_path
 from tests.small_recipe import curve
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -295,10 +296,11 @@ class Case:
 
     def environment(self, faults: Sequence[Fault] = ()) -> dict[str, str]:
         """Variables of the case's processes."""
-        paths = [*([str(INJECT)] if faults else []), str(ROOT)]
         return {
             **os.environ,
-            **{"PYTHONPATH": os.pathsep.join(paths), "TMPDIR": str(self.temporary), MARK: self.mark},
+            "PYTHONPATH": python_path(*([INJECT] if faults else [])),
+            "TMPDIR": str(self.temporary),
+            MARK: self.mark,
             "MLFLOW_TRACKING_URI": "http://127.0.0.1:9",  # nobody there
             "DS_ACCELERATOR": "cpu",
             **({"SHARDVIT_FAULT": json.dumps(list(faults))} if faults else {}),

@@ -1,4 +1,5 @@
-"""One rank of test_processes.py: `python processes_worker.py OUT RANK WORLD`. Rank 0 writes OUT/results.pt."""
+"""One rank of test_processes.py: `python processes_worker.py OUT RANK WORLD`. Rank 0 writes OUT/results.pt after each
+case, from that of OUT/first on."""
 
 import sys
 from pathlib import Path
@@ -24,18 +25,24 @@ def main() -> None:
     out, rank, world = Path(sys.argv[1]), *map(int, sys.argv[2:])
     torch.set_num_threads(1)
     place = Place(rank=rank, world_size=world, local_rank=rank, local_world_size=world, rendezvous=out)
-    ranks, results = Ranks(place, timeout_seconds=200), {}
-    for name, keys in CASES.items():
+    ranks = Ranks(place, timeout_seconds=120)
+    results: dict[str, Any] = {"backend": torch.distributed.get_backend(), "cases": {}}
+    _write(results, out, ranks=ranks)
+    for name, keys in [*CASES.items()][int((out / "first").read_text()) :]:
         with opened(recipe_for(keys), ranks=ranks) as training:
             rows = training.run(range(STEPS))
             weights = training.engine.weights()
-        results[name] = ([(row.loss, row.outcome.applied) for row in rows], weights)
+        results["cases"][name] = ([(row.loss, row.outcome.applied) for row in rows], weights)
+        _write(results, out, ranks=ranks)
         print(name, flush=True)
-    results["backend"] = torch.distributed.get_backend()
-    if ranks.place.is_main:
-        torch.save(results, out / "results.pt")
     ranks.barrier()
     ranks.leave()
+
+
+def _write(results: dict[str, Any], out: Path, *, ranks: Ranks) -> None:
+    if ranks.place.is_main:
+        torch.save(results, out / "new.pt")
+        (out / "new.pt").replace(out / "results.pt")
 
 
 if __name__ == "__main__":

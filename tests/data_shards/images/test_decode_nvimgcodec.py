@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,9 +14,8 @@ from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.images import decode, decode_nvimgcodec
 from shardvit.data_shards.images.crops import Box
 from shardvit.data_shards.images.decode import read_image
+from tests.conftest import python_path
 from tests.data_shards.images.pictures import PHOTOGRAPHS, TOP, has_nvimgcodec
-
-ROOT = Path(__file__).resolve().parents[3]
 
 PHOTOGRAPH = PHOTOGRAPHS["china 160 4:4:4"]
 
@@ -96,7 +94,7 @@ def run_alone(script: str) -> str:
         text=True,
         timeout=240,
         check=False,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": python_path()},
     )
     assert process.returncode == 0, process.stderr
     return process.stderr

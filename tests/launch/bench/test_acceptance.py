@@ -26,6 +26,7 @@ FAULTS = {
     "crashes": "ctypes.string_at(0)",
     "exits": "os._exit(9)",
     "hangs": "time.sleep(10**6)",
+    "hangs_again": "time.sleep(10**6)",
 }
 AFTER = """
 def test_skipped():
@@ -71,6 +72,13 @@ def test_a_line_that_hangs_is_killed_with_its_stack_and_leaves_the_others(tmp_pa
     assert_others_stand(lines)
     assert lines["hangs"].status == "fail" and "hang" in lines["hangs"].reason
     assert "test_hangs" in lines["hangs"].details, "where it hung"
+
+
+@pytest.mark.slow
+def test_after_a_second_hang_other_groups_have_their_time(tmp_path: Path):
+    lines = ran(tmp_path, "hangs", "hangs_again", "fails")
+    assert [lines[name].status for name in ("before", "hangs", "hangs_again")] == ["pass", "fail", "fail"]
+    assert [lines[name].status for name in ("fails", "skipped", "after")] == ["not run"] * 3
 
 
 def test_after_the_deadline_nothing_runs_and_nothing_fails(tmp_path: Path):
@@ -146,11 +154,13 @@ def test_contenders_and_bounds_are_lines():
         contender("bar"),
         contender("ours"),
         contender("timm", loss=9.0),
-        contender("trainer", failure="exit code 1: ModuleNotFoundError: No module named 'transformers'"),
+        contender("trainer", failure="not installed: transformers"),  # as `gpu_contenders.measure` says it
         contender("deepspeed", failure="not run: the time was over"),
         contender("ours-2", failure="ended after 40 s"),
     ]
-    lines = list(acceptance.bench_lines(GpuResults(Machine("NVIDIA H200", {}), None, outcomes)))
+    ceilings = {"failure": "ended after 60 s"}
+    first, *lines = acceptance.bench_lines(GpuResults(Machine("NVIDIA H200", {}), ceilings, outcomes))
+    assert (first.name, first.status, first.reason) == ("ceilings", "fail", "ended after 60 s")
     by_contender = {line.name.split()[1].rstrip(","): line for line in lines if line.group == "Contenders"}
     statuses = {name: line.status for name, line in by_contender.items()}
     assert statuses == {
