@@ -2,7 +2,8 @@
 
 For `make ... PYTHON=...`, which uses an environment as it is. With `--wheels FOLDER` prints the wheels of a folder that
 this Python lacks, or has in a version below the project's (docs/gpu.md). Runs on the standard library alone, in
-milliseconds, and imports none of the packages. It compares plain lower bounds (">=1.2.3"); whatever else a requirement says is pip's.
+milliseconds, and imports none of the packages. It compares plain lower bounds (">=1.2.3"); whatever else a requirement
+says is pip's.
 """
 
 from __future__ import annotations  # so that an older Python comes as far as the sentence that refuses it
