@@ -1,5 +1,6 @@
 """Compiled blocks learn what uncompiled ones do; how many graphs there are, and that nothing breaks them."""
 
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -190,6 +191,10 @@ def test_what_is_frozen_needs_graphs_of_its_own_without_a_warning(frozen: tuple[
     assert len(compiled.graphs) == kinds and not any("warning" in line for line in told)
 
 
+@pytest.mark.skipif(
+    sys.version_info[:3] == (3, 13, 0) and torch.__version__.startswith("2.11."),
+    reason="torch 2.11 does not see changed numbers of modules on Python 3.13.0",
+)
 @pytest.mark.usefixtures("traced")
 def test_what_is_compiled_again_is_a_warning_with_its_reason() -> None:
     model, told = _model(_recipe(dropout=0.1)), list[str]()
