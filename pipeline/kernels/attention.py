@@ -27,6 +27,7 @@ from torch.nn import functional
 from shardvit.data_shards.errors import UserError
 from shardvit.pipeline.recipe.vocabulary import AttentionKernel
 
+_PREFER_CUDNN = (9, 10)  # compute capabilities
 _NODES = {  # a kernel's autograd node -> the kernel
     "ScaledDotProductCudnnAttentionBackward": "cudnn",
     "ScaledDotProductFlashAttentionBackward": "flash",
@@ -79,10 +80,11 @@ def order_of(case: AttentionCase) -> tuple[tuple[AttentionKernel, ...], str]:
         return (*efficient, "math"), "flash takes heads of at most 256, cuDNN of 128"
     if not aligned or case.head_size > 128 or not case.cudnn:
         return ("flash", *efficient, "math"), ""
-    fault = _fault_of_cudnn(case) if case.capability[0] in (9, 10) else ""
-    if case.capability[0] in (9, 10) and not fault:
-        return ("cudnn", "flash", *efficient, "math"), ""
-    return ("flash", "cudnn", *efficient, "math"), fault
+    if case.capability[0] not in _PREFER_CUDNN:
+        return ("flash", "cudnn", *efficient, "math"), ""
+    if fault := _fault_of_cudnn(case):
+        return ("flash", "cudnn", *efficient, "math"), fault
+    return ("cudnn", "flash", *efficient, "math"), ""
 
 
 def _fault_of_cudnn(case: AttentionCase) -> str:
@@ -120,7 +122,8 @@ def attention_kernels(
         "efficient": SDPBackend.EFFICIENT_ATTENTION,
         "math": SDPBackend.MATH,
     }
-    able = min((order_of(case)[0] for case in cases), key=lambda order: order[0] == "cudnn")  # cuDNN if right for all
+    on_cudnn = cases[0].capability[0] in _PREFER_CUDNN
+    able, _ = order_of(next((case for case in cases if on_cudnn and _fault_of_cudnn(case)), cases[0]))
     wanted = {"auto": able, "math": ("math",)}.get(asked, (asked, *able))
     with sdpa_kernel([backends[kernel] for kernel in wanted], set_priority=True):
         yield [_choice(case, asked=asked) for case in cases]

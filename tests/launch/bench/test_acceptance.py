@@ -104,6 +104,17 @@ def test_what_has_passed_is_not_run_again(tmp_path: Path):
     assert sorted(line.status for line in again) == ["fail", "not run"]
 
 
+def test_a_missing_compiler_or_header_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(acceptance.sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.setenv("CC", "cc")
+    assert not acceptance.compiles_launchers()
+    (tmp_path / "Python.h").touch()
+    assert acceptance.compiles_launchers()
+    monkeypatch.delenv("CC")
+    assert not acceptance.compiles_launchers()
+
+
 def test_every_file_of_the_suite_has_a_group():
     named = {path for group in acceptance.GROUPS for path in group.paths}
     files = {path for path in ROOT.glob("tests/**/test_*.py") if "mark.gpu" in path.read_text("utf-8")}
