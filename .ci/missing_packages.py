@@ -31,7 +31,7 @@ def installed_version(name: str) -> str:
 
 
 def requirements(pyproject: Path, extras: list[str]) -> list[tuple[str, tuple[int, ...], str]]:
-    """(name, lower bound, text as written) of the base dependencies and of the extras named."""
+    """(name, lower bound, text as a shell quotes it: without markers) of the base dependencies and of the extras named."""
     import tomllib  # not at the top, for the same reason
 
     project = tomllib.loads(pyproject.read_text(encoding="utf-8"))["project"]
@@ -42,7 +42,7 @@ def requirements(pyproject: Path, extras: list[str]) -> list[tuple[str, tuple[in
     for text in texts:
         name = re.split(r"[<>=!~;\[ ]", text, maxsplit=1)[0]
         bound = re.search(r">=\s*([\d.]+)", text)
-        found.append((name, release(bound.group(1)) if bound else (), text))
+        found.append((name, release(bound.group(1)) if bound else (), text.partition(";")[0]))
     return found
 
 

@@ -1,6 +1,7 @@
 """docs/gpu.md names all wheels that a machine without a network may lack, and what a folder of wheels adds is said."""
 
 import re
+import shlex
 import subprocess
 import sys
 from importlib import metadata
@@ -57,3 +58,19 @@ def test_of_a_folder_of_wheels_those_are_told_that_are_missing_or_too_old(tmp_pa
     command = [sys.executable, str(ROOT / ".ci" / "missing_packages.py"), "--wheels", str(tmp_path)]
     told = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
     assert told == [str(tmp_path / "no_such_package-1.0-py3-none-any.whl")]
+
+
+def test_what_is_missing_can_be_pasted_into_a_shell(tmp_path: Path):
+    """In a Python that has nothing but a torch and a torchvision, by their metadata."""
+    for name, version in (("torch", "2.11.0"), ("torchvision", "0.26.0")):
+        folder = tmp_path / f"{name}-{version}.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n", encoding="utf-8")
+    script = (
+        f"import sys, runpy; sys.path[:] = [p for p in sys.path if 'site-packages' not in p] + [{str(tmp_path)!r}]; "
+    )
+    script += f"sys.argv[1:] = []; runpy.run_path({str(ROOT / '.ci' / 'missing_packages.py')!r}, run_name='__main__')"
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    words = shlex.split(ended.stderr.strip().splitlines()[-1])
+    assert ended.returncode == 1 and words[1:4] == ["-m", "pip", "install"]
+    assert [str(Requirement(word)) for word in words[4:]] and "torch==2.11.0" in words
