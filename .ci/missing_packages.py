@@ -31,7 +31,7 @@ def installed_version(name: str) -> str:
 
 
 def requirements(pyproject: Path, extras: list[str]) -> list[tuple[str, tuple[int, ...], str]]:
-    """(name, lower bound, text as a shell quotes it: without markers) of the base dependencies and of the extras named."""
+    """(name, lower bound, text without markers) of the base dependencies and of the extras named."""
     import tomllib  # not at the top, for the same reason
 
     project = tomllib.loads(pyproject.read_text(encoding="utf-8"))["project"]

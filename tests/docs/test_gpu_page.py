@@ -66,11 +66,8 @@ def test_what_is_missing_can_be_pasted_into_a_shell(tmp_path: Path):
         folder = tmp_path / f"{name}-{version}.dist-info"
         folder.mkdir()
         (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n", encoding="utf-8")
-    script = (
-        f"import sys, runpy; sys.path[:] = [p for p in sys.path if 'site-packages' not in p] + [{str(tmp_path)!r}]; "
-    )
-    script += f"sys.argv[1:] = []; runpy.run_path({str(ROOT / '.ci' / 'missing_packages.py')!r}, run_name='__main__')"
-    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    command = [sys.executable, "-S", str(ROOT / ".ci" / "missing_packages.py")]  # without the installed packages
+    ended = subprocess.run(command, env={"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, check=False)
     words = shlex.split(ended.stderr.strip().splitlines()[-1])
     assert ended.returncode == 1 and words[1:4] == ["-m", "pip", "install"]
     assert [str(Requirement(word)) for word in words[4:]] and "torch==2.11.0" in words
