@@ -7,6 +7,8 @@ it after each part. `--only` leaves other parts' results in an existing report; 
 there. Exit code 1 if a line of these parts fails. Speeds below `launch.bench.gpu`'s bounds are lines, too.
 """
 
+from __future__ import annotations
+
 import argparse
 import json
 import math
@@ -23,13 +25,15 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from traceback import format_exc
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from shardvit.launch.bench.acceptance_processes import OVER, ROOT, LineGroup, environment_for, lines_of, stop
 from shardvit.launch.bench.acceptance_report import AcceptanceLine, AcceptanceReport, Part, Status, read_report
-from shardvit.launch.bench.gpu_report import GpuResults, Machine, report, rows_of, targets, void
 from shardvit.pipeline.budget.gpus import gpu_of_driver
 from shardvit.pipeline.runs.written_by import revision
+
+if TYPE_CHECKING:
+    from shardvit.launch.bench.gpu_report import GpuResults
 
 GROUPS = (
     LineGroup("suite", "Engines in every precision", ("tests/gpu/test_engines.py",)),
@@ -179,6 +183,8 @@ def _nccl(setting: Setting) -> Iterator[AcceptanceLine]:
 
 
 def _bench(setting: Setting) -> Iterator[AcceptanceLine]:
+    from shardvit.launch.bench.gpu_report import GpuResults, Machine, report  # imports torch, which may not start
+
     with tempfile.TemporaryDirectory() as folder:
         file, tiny = Path(folder) / "gpu.json", ["--tiny"] if setting.device == "cpu" else []
         command = [sys.executable, "-m", "shardvit.launch.bench.gpu", "--json", str(file), *tiny]
@@ -193,6 +199,8 @@ def _bench(setting: Setting) -> Iterator[AcceptanceLine]:
 
 def bench_lines(results: GpuResults) -> Iterator[AcceptanceLine]:
     """A line for each contender, and for each of our bounds on a GPU."""
+    from shardvit.launch.bench.gpu_report import rows_of, targets, void
+
     if results.ceilings:
         why = results.ceilings.get("failure", "")
         status: Status = "not run" if why.startswith("not run") else "fail" if why else "pass"

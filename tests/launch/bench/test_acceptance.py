@@ -1,6 +1,8 @@
 """The driver of `make gpu` on made-up tests that fail, crash and hang in processes of their own; and its report."""
 
 import json
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -102,6 +104,11 @@ def test_what_has_passed_is_not_run_again(tmp_path: Path):
     passed = [line.name for line in first.values() if line.status == "pass"]
     again = list(lines_of(group, device="cpu", environment=environment_for("cpu"), line_seconds=240, without=passed))
     assert sorted(line.status for line in again) == ["fail", "not run"]
+
+
+def test_it_starts_without_a_torch_that_does():
+    script = "import sys; sys.modules['torch'] = None; import shardvit.launch.bench.acceptance"
+    subprocess.run([sys.executable, "-c", script], env=environment_for("cpu"), check=True)
 
 
 def test_a_missing_compiler_or_header_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
