@@ -47,7 +47,7 @@ def requirements(pyproject: Path, extras: list[str]) -> list[tuple[str, tuple[in
 
 
 def missing_wheels(folder: Path) -> list[Path]:
-    """The wheels of a folder whose package is not installed, or older than the project allows."""
+    """List the wheels of a folder whose package is not installed, or older than the project allows."""
     lowest = {normalised(name): bound for name, bound, _ in requirements(PYPROJECT, [])}
     found: list[Path] = []
     for wheel in sorted(folder.glob("*.whl")):
@@ -59,7 +59,7 @@ def missing_wheels(folder: Path) -> list[Path]:
 
 
 def normalised(name: str) -> str:
-    """A package's name as the index spells it."""
+    """Spell a package's name as the index does."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 

@@ -134,7 +134,7 @@ def run_preloaded(preloaded_environment: Mapping[str, str]) -> RunCli:
 
 
 def python_path(*before: Path) -> str:
-    """PYTHONPATH for a process of the repository's: the caller's stays, as docs/gpu.md puts packages in a folder."""
+    """Put the repository before the caller's PYTHONPATH, which stays: docs/gpu.md installs packages into a folder."""
     return os.pathsep.join([*map(str, before), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 

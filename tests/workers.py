@@ -11,7 +11,9 @@ from pathlib import Path
 from tests.conftest import python_path
 
 
-def run_ranks(worker: Path, out: Path, *, world_size: int, accelerator: str = "cpu") -> None:
+def run_ranks(
+    worker: Path, out: Path, *, world_size: int, accelerator: str = "cpu", limit_seconds: float = 500
+) -> None:
     """Run `python WORKER OUT RANK WORLD_SIZE` for every rank, by default on the CPU; AssertionError with what all said
     if one fails, for which the others, who may wait for it, are given ten seconds."""
     environment = {**os.environ, "PYTHONPATH": python_path(), "DS_ACCELERATOR": accelerator}
@@ -26,7 +28,7 @@ def run_ranks(worker: Path, out: Path, *, world_size: int, accelerator: str = "c
             )
             for rank, output in enumerate(outputs)
         ]
-        deadline = time.monotonic() + 500
+        deadline = time.monotonic() + limit_seconds
         try:
             while None in (codes := [process.poll() for process in processes]) and time.monotonic() < deadline:
                 if any(codes):

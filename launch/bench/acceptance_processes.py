@@ -32,7 +32,7 @@ _POLL_SECONDS, _STACKS_SECONDS = 0.2, 10.0
 _MOST_DETAILS = 12_000  # characters
 OVER = "the time was over"
 _HANG, _MOST_HANGS = "hang", 2
-_START_SECONDS = 60.0
+_START_SECONDS = 60.0  # of a process, at most
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def lines_of(
         todo = [test for test in (todo if selected is None else selected) if test not in known]
         hangs += ended.why.startswith(_HANG)
         if is_over or not progress or hangs == _MOST_HANGS:
-            what = {"status": "not run", "reason": OVER if is_over else f"{hangs} lines before it hung"}
+            what = {"status": "not run", "reason": OVER if is_over else f"{hangs} earlier lines hung"}
             if not progress and not is_over:
                 what = {"status": "fail", "reason": ended.why or "pytest did not begin", "details": ended.details}
             yield from (AcceptanceLine(group.part, group.title, test, **what) for test in todo)

@@ -80,20 +80,21 @@ def order_of(case: AttentionCase) -> tuple[tuple[AttentionKernel, ...], str]:
         return (*efficient, "math"), "flash takes heads of at most 256, cuDNN of 128"
     if not aligned or case.head_size > 128 or not case.cudnn:
         return ("flash", *efficient, "math"), ""
-    if case.capability[0] not in _PREFER_CUDNN:
-        return ("flash", "cudnn", *efficient, "math"), ""
-    if fault := _fault_of_cudnn(case):
+    fault = _fault_of_cudnn(case)
+    if fault or case.capability[0] not in _PREFER_CUDNN:
         return ("flash", "cudnn", *efficient, "math"), fault
     return ("cudnn", "flash", *efficient, "math"), ""
 
 
 def _fault_of_cudnn(case: AttentionCase) -> str:
-    """Why this cuDNN may be wrong (pytorch issues 193893, 196678; cudnn-frontend 1072); "": it is right."""
+    """Say why cuDNN, where it would come first, may be wrong (pytorch issues 193893, 196678; cudnn-frontend 1072)."""
+    if case.capability[0] not in _PREFER_CUDNN:
+        return ""
     if case.cudnn < 91_501:
         return f"cuDNN {case.cudnn} is loaded, and its kernel is right for all lengths from 9.15.1 on"
     if case.cudnn < 92_600 and case.capability[0] == 9 and case.tokens % 128 == 64:
-        return f"before 9.26, cuDNN's gradients ({case.cudnn} is loaded) may be NaN for {case.tokens} tokens"
-    return "cuDNN may be wrong for attention pooling's one query" if case.has_pooling else ""
+        return f"cuDNN {case.cudnn} is loaded, and before 9.26 its gradients may be NaN for {case.tokens} tokens"
+    return "cuDNN's kernel may be wrong for the single query of attention pooling" if case.has_pooling else ""
 
 
 @dataclass(frozen=True)
@@ -122,8 +123,7 @@ def attention_kernels(
         "efficient": SDPBackend.EFFICIENT_ATTENTION,
         "math": SDPBackend.MATH,
     }
-    on_cudnn = cases[0].capability[0] in _PREFER_CUDNN
-    able, _ = order_of(next((case for case in cases if on_cudnn and _fault_of_cudnn(case)), cases[0]))
+    able, _ = order_of(next(filter(_fault_of_cudnn, cases), cases[0]))
     wanted = {"auto": able, "math": ("math",)}.get(asked, (asked, *able))
     with sdpa_kernel([backends[kernel] for kernel in wanted], set_priority=True):
         yield [_choice(case, asked=asked) for case in cases]

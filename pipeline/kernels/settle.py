@@ -78,8 +78,11 @@ def settled_kernels(
                 settings.enter_context(deterministic_algorithms())
         if cases:
             chosen = settings.enter_context(attention_kernels(cases, asked=engine.attention))
-            if tags.get("shardvit.deterministic") == "on" and any(each.kernel != "cudnn" for each in chosen):
-                settings.enter_context(deterministic_algorithms())  # torch refused what repeats its bits by itself
+            repeats = engine.deterministic == "off" or torch.are_deterministic_algorithms_enabled()
+            if device.type == "cuda" and not repeats and any(each.kernel != "cudnn" for each in chosen):
+                # torch refused what repeats its bits by itself
+                settings.enter_context(deterministic_algorithms())
+                chosen = settings.enter_context(attention_kernels(cases, asked=engine.attention))
             if len(recipe.image_sizes(stage)) > 1:  # a line for each kernel
                 chosen = {each.kernel: each for each in chosen}.values()
             notes += [each.describe() for each in chosen]

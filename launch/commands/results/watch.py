@@ -195,7 +195,7 @@ def _is_ours() -> bool:
 
 
 def _wait(seconds: float, *, keyboard: int | None = None) -> Literal["waited", "left"]:
-    """Wait that long, or until `q` is typed. In slices, as a signal that comes just before a system call does not end
+    """Wait, or until `q` is typed. In slices, as a signal that comes just before a system call does not end
     that call, and Python handles it only afterwards."""
     keyboards = [] if keyboard is None else [keyboard]
     until = time.monotonic() + seconds

@@ -20,6 +20,7 @@ from shardvit.data_shards.engines.threads import ThreadEngine, give_up_if_stoppe
 from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.packing.pack import pack
 from shardvit.data_shards.vocabulary import EngineName
+from tests.conftest import python_path
 from tests.data_shards.engines import parts
 from tests.data_shards.opened import wait_until
 from tests.data_shards.packing.folders import tree
@@ -37,7 +38,7 @@ STORE = {"object_store_memory": 80_000_000}
 @pytest.fixture(scope="module", autouse=True)
 def _works_are_found() -> None:
     """Nodes' workers import the works of `parts` from here, whatever the caller's path."""
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    os.environ["PYTHONPATH"] = python_path()
 
 
 @pytest.fixture(scope="module")
@@ -222,8 +223,7 @@ raise SystemExit(os.waitpid(child, 0)[1])
 
 def test_a_process_that_is_forked_afterwards_lives():
     pytest.importorskip("ray")
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
-    environment.pop("RAY_ADDRESS", None)
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     assert subprocess.run([sys.executable, "-c", FORKS_AFTERWARDS], env=environment, check=False).returncode == 0
 
 

@@ -111,6 +111,23 @@ def test_it_starts_without_a_torch_that_does():
     subprocess.run([sys.executable, "-c", script], env=environment_for("cpu"), check=True)
 
 
+@pytest.mark.parametrize(("status", "code"), [("pass", 0), ("fail", 1)])
+def test_the_exit_code_is_of_the_parts_that_ran(status, code, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    earlier = AcceptanceReport("cpu", "2026-01-01", "abc", {})
+    earlier.put(AcceptanceLine("suite", "Engines", "f.py::test_c", "fail", "one is not two"))
+    earlier.write(tmp_path / "r.json")
+    monkeypatch.setattr(acceptance, "_facts", lambda device: {})
+    monkeypatch.setattr(acceptance.signal, "signal", lambda *arguments: None)
+    monkeypatch.setitem(acceptance._RUN, "demo", lambda setting: iter([AcceptanceLine("demo", "Demo", "it", status)]))
+    options = ["--device", "cpu", "--only", "demo", "--out", str(tmp_path / "r")]
+    monkeypatch.setattr(sys, "argv", ["acceptance", *options])
+    with pytest.raises(SystemExit) as ended:
+        acceptance.main()
+    assert ended.value.code == code
+    lines = read_report(tmp_path / "r.json").lines
+    assert {line.part: line.status for line in lines} == {"suite": "fail", "demo": status}
+
+
 def test_a_missing_compiler_or_header_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PATH", "")
     monkeypatch.setattr(acceptance.sysconfig, "get_path", lambda name: str(tmp_path))

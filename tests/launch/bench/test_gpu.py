@@ -5,6 +5,7 @@ import json
 import random
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -210,3 +211,22 @@ def test_the_meter_reads_two_losses_and_times_whole_blocks():
     found = meter.result()
     assert found.losses == {1: 1.0, 10: 10.0} and len(found.block_ms) == 2 and blocks == [1, 2]
     assert set(found.phase_ms) == {"forward", "backward", "optimizer"} and found.split is None
+
+
+@pytest.mark.parametrize(("visible", "seen"), [(None, "0"), ("", ""), ("2,3", "2")])
+def test_a_contender_sees_one_gpu(
+    visible: str | None, seen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: dict[str, str] = {}
+
+    def run_told(command: Any, *, env: dict[str, str], **options: Any) -> SimpleNamespace:
+        given.update(env)
+        return SimpleNamespace(failure="it was not run", marks={})
+
+    monkeypatch.setattr(gpu, "run_told", run_told)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    turn = gpu.Turn("trainer", "L/16@224 b256", least_seconds=1)
+    gpu._take(turn, course=SHORT, folder=tmp_path, limit=1)
+    assert given["CUDA_VISIBLE_DEVICES"] == seen

@@ -33,7 +33,7 @@ def test_a_compiled_modules_action_runs_before_each_call_and_does_not_break_its_
 def test_each_bucket_is_averaged_over_the_ranks_also_if_all_are_equal(
     ranks: int, buckets: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As rank 0 of ranks that have the same gradients, whose sum is their number times that."""
+    """Seen from rank 0. All ranks have the same gradients, so that their sum is `ranks` times one's."""
     sent: list[int] = []
 
     def reduce_scatter(mine: Tensor, flat: Tensor, *, async_op: bool) -> Any:

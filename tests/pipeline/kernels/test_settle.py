@@ -102,6 +102,14 @@ def test_what_torch_refuses_does_not_count_on_its_own_bits(kernel, switched, mon
     assert not torch.are_deterministic_algorithms_enabled()
 
 
+@pytest.mark.parametrize("pool", ["map", "gap"])
+def test_attention_pooling_is_part_of_the_case(pool):
+    recipe = recipe_of(ModelConfig(width=16, depth=1, heads=2, patch_size=4, pool=pool), image_size=8)
+    model = build_model(recipe.model, image_size=8, num_classes=2, head="linear")
+    found = settle._attention_cases(model, recipe, stage="pretrain", device=torch.device("cpu"))
+    assert found and all(each.has_pooling == (pool == "map") for each in found)
+
+
 TWO_STAGES = """
 import torch
 from shardvit.model.vit import build_model
