@@ -14,11 +14,13 @@ TOGETHER = ("faults", "integration")  # the runs that nothing happened to; the p
 FIRST = (
     "integration",
     "faults",
+    "oracles/test_timm_training.py",
     "launch/report/test_browser.py",
     "launch/test_launchers.py",
     "cluster/test_training.py",
     "cluster/hosts/test_train_hosts.py",
     "oracles/test_flop_counter.py",
+    "distributed/test_equality.py",
     "cluster/test_queue.py",
     "oracles/test_flax_vit.py",
     "cluster/hosts/test_stage_hosts.py",
