@@ -116,6 +116,7 @@ def test_the_exit_code_is_of_the_parts_that_ran(status, code, tmp_path: Path, mo
     earlier = AcceptanceReport("cpu", "2026-01-01", "abc", {})
     earlier.put(AcceptanceLine("suite", "Engines", "f.py::test_c", "fail", "one is not two"))
     earlier.write(tmp_path / "r.json")
+    monkeypatch.setattr(acceptance, "ROOT", ROOT)  # an installed package has no tests beside it
     monkeypatch.setattr(acceptance, "_facts", lambda device: {})
     monkeypatch.setattr(acceptance.signal, "signal", lambda *arguments: None)
     monkeypatch.setitem(acceptance._RUN, "demo", lambda setting: iter([AcceptanceLine("demo", "Demo", "it", status)]))
