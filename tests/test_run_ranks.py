@@ -1,4 +1,4 @@
-"""A rank that fails ends the others, which may wait for it for ever."""
+"""`run_ranks`: when a rank fails, the others, which may wait for it for ever, are ended."""
 
 import math
 from pathlib import Path

@@ -14,8 +14,10 @@ from tests.conftest import python_path
 def run_ranks(
     worker: Path, out: Path, *, world_size: int, accelerator: str = "cpu", limit_seconds: float = 500
 ) -> None:
-    """Run `python WORKER OUT RANK WORLD_SIZE` for every rank, by default on the CPU; AssertionError with what all said
-    if one fails, for which the others, who may wait for it, are given ten seconds."""
+    """Run `python WORKER OUT RANK WORLD_SIZE` for every rank, by default on the CPU.
+
+    If a rank fails, the others, which may wait for it, get ten more seconds, and AssertionError has what all said.
+    """
     environment = {**os.environ, "PYTHONPATH": python_path(), "DS_ACCELERATOR": accelerator}
     with ExitStack() as files:
         outputs = [files.enter_context(tempfile.TemporaryFile("w+")) for _ in range(world_size)]

@@ -87,7 +87,10 @@ def order_of(case: AttentionCase) -> tuple[tuple[AttentionKernel, ...], str]:
 
 
 def _fault_of_cudnn(case: AttentionCase) -> str:
-    """Say why cuDNN, where it would come first, may be wrong (pytorch issues 193893, 196678; cudnn-frontend 1072)."""
+    """Say why cuDNN, where it would come first, may be wrong, or return "" if nothing is known against it.
+
+    From PyTorch's issues 193893 and 196678 and cudnn-frontend's 1072.
+    """
     if case.capability[0] not in _PREFER_CUDNN:
         return ""
     if case.cudnn < 91_501:

@@ -195,8 +195,8 @@ def _is_ours() -> bool:
 
 
 def _wait(seconds: float, *, keyboard: int | None = None) -> Literal["waited", "left"]:
-    """Wait, or until `q` is typed. In slices, as a signal that comes just before a system call does not end
-    that call, and Python handles it only afterwards."""
+    """Wait until the time is up or `q` is typed. In slices: a signal that comes just before a system call does not
+    interrupt that call, and Python handles it only afterwards."""
     keyboards = [] if keyboard is None else [keyboard]
     until = time.monotonic() + seconds
     while (left := until - time.monotonic()) > 0:

@@ -91,15 +91,22 @@ def test_a_stage_that_repeats_its_bits_by_itself_prepares_for_one_that_does_not(
 
 @pytest.mark.parametrize(("kernel", "switched"), [("cudnn", False), ("flash", True)])
 def test_what_torch_refuses_does_not_count_on_its_own_bits(kernel, switched, monkeypatch: pytest.MonkeyPatch):
+    """And the kernels are chosen once more, as torch then refuses others."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    chosen = [ChosenKernel(case(197), kernel, "")]
+    chosen_under: list[bool] = []
+
+    def attention_kernels(*arguments, **options):
+        chosen_under.append(torch.are_deterministic_algorithms_enabled())
+        return contextlib.nullcontext([ChosenKernel(case(197), kernel, "")])
+
     monkeypatch.setattr(settle, "_attention_cases", lambda *arguments, **options: [case(197)])
-    monkeypatch.setattr(settle, "attention_kernels", lambda *arguments, **options: contextlib.nullcontext(chosen))
+    monkeypatch.setattr(settle, "attention_kernels", attention_kernels)
     recipe = recipe_of(ModelConfig(width=16, depth=1, heads=2, patch_size=4), image_size=8, deterministic="on")
     model = build_model(recipe.model, image_size=8, num_classes=2, head="linear")
     with settled_kernels(recipe, stage="pretrain", model=model, device=torch.device("cuda", 0)):
         assert torch.are_deterministic_algorithms_enabled() == switched
     assert not torch.are_deterministic_algorithms_enabled()
+    assert chosen_under == [False, *[True] * switched]
 
 
 @pytest.mark.parametrize("pool", ["map", "gap"])
