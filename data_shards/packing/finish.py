@@ -235,12 +235,9 @@ def remove_work(out: str, job: PackJob | None = None) -> None:
     job.result.tidy()
     above = job.work.location.rstrip("/") + "/"
     made = [each.location.removeprefix(above) for each in job.containers if each.location.startswith(above)]
-    files = [job.file(number) for number in range(len(job.plan.sizes))]
     with suppress(FileNotFoundError):
         made += [f"listing/{name}" for name, _, _ in list_url(job.work.at("listing").location)]
     names = [
-        *map(record_file, files),
-        *map(statistics_file, files),
         *made,
         *job.plan.parts,
         *job.whole.parts,
@@ -248,10 +245,17 @@ def remove_work(out: str, job: PackJob | None = None) -> None:
         LEFT_OUT_FILE,
         found.UNREADABLE_FILE,
     ]
-    with ThreadPoolExecutor(_REQUESTS) as pool:
-        list(pool.map(job.work.remove, dict.fromkeys(names)))
+    remove_records(job, names)
     job.work.remove(JOB_FILE)
     job.work.remove(CLAIM_FILE)
+
+
+def remove_records(job: PackJob, others: Sequence[str] = ()) -> None:
+    """Remove all shards' records and statistics from the work folder, and other files of it."""
+    files = [job.file(number) for number in range(len(job.plan.sizes))]
+    names = [*map(record_file, files), *map(statistics_file, files), *others]
+    with ThreadPoolExecutor(_REQUESTS) as pool:
+        list(pool.map(job.work.remove, dict.fromkeys(names)))
 
 
 # ---- what a finished set is

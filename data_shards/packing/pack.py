@@ -37,7 +37,16 @@ from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.packing import found
 from shardvit.data_shards.packing.appending import go_on, has_before, start_of
 from shardvit.data_shards.packing.exclusion import Excluded, find_excluded
-from shardvit.data_shards.packing.finish import clear, demand_same, finish, is_there, manifests_of, sweep, take
+from shardvit.data_shards.packing.finish import (
+    clear,
+    demand_same,
+    finish,
+    is_there,
+    manifests_of,
+    remove_records,
+    sweep,
+    take,
+)
 from shardvit.data_shards.packing.found import Counts, PackReport
 from shardvit.data_shards.packing.plan_file import PackJob, PlanTable, load_job, save_job, write_table
 from shardvit.data_shards.packing.request import HoldoutList, PackRequest, difference, read_holdout_list
@@ -175,7 +184,7 @@ class _Packing:
         live = self._live()
         if (before := self._before(live, content)) is not None:
             return self._compare(source, content, before)
-        chosen = self._choose(source)
+        chosen, planned = self._choose(source), None
         try:
             with open_work(self.out, keep=live is not None), self._explain_full_disk():
                 planned = self._plan(source, content, *chosen, live)
@@ -185,9 +194,12 @@ class _Packing:
                     return finish(planned[0], report=self.report), ""
             return self._nothing_new(content)
         except (OSError, UserError):
-            if not live and not is_local(self.out) and is_there(self.out):  # another process has finished the same
-                return self._compare(*self._open(source_spec))
-            raise
+            before = None if is_local(self.out) else self._before(self._live(), content)
+            if before is None:
+                raise
+            if planned:  # written after the process that has finished the same had removed the work folder
+                remove_records(planned[0])
+            return self._compare(*self._open(source_spec), before)
 
     def run_step(self, source_spec: str, step: PackStep, task: int, of: int) -> tuple[Counts | None, str]:
         if step == "plan":

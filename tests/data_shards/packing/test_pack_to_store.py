@@ -1,13 +1,13 @@
 """Packing from and to a bucket, with faults: the bytes of a local packing, and nothing half-written to see."""
 
 import hashlib
-import os
-import signal
+import json
 import subprocess
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -68,34 +68,42 @@ def test_throttled_cut_and_never_listed(s3: FaultServer, expected: dict[str, str
     assert stored() == expected
 
 
-KILLED = """
-import os, sys, threading
+HELD = """
+import json, os, sys, threading
 from shardvit.data_shards.packing.pack import pack
 from shardvit.data_shards.store import upload
 
 put, count, most = upload._put, 0, int(sys.argv[2])
+released = threading.Event()
+threading.Thread(target=lambda: sys.stdin.readline() and released.set(), daemon=True).start()
 
 def put_and_wait(remote, data, num_bytes):
     global count
     count += 1
     if count > most:
         os.write(1, b"held\\n")  # whole, of several threads
-        threading.Event().wait()
+        released.wait()
     put(remote, data, num_bytes)
 
 upload._put = put_and_wait
-pack("digits", sys.argv[1], holdout=0.2, samples_per_shard=300, name="digits", report=lambda line: None)
+pack(sys.argv[4], sys.argv[1], report=lambda line: None, **json.loads(sys.argv[3]))
 """
+
+
+@contextmanager
+def held(most_puts: int, source: str = "digits", **options: Any) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that packs, and waits for a line after so many uploads."""
+    command = [sys.executable, "-c", HELD, OUT, str(most_puts), json.dumps(options or OPTIONS), source]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"held\n"
+        yield process
 
 
 @pytest.mark.parametrize("most_puts", [1, 6, 16])
 def test_killed_while_it_writes(most_puts: int, expected: dict[str, str]):
-    process = subprocess.Popen([sys.executable, "-c", KILLED, OUT, str(most_puts)], stdout=subprocess.PIPE)
-    assert process.stdout is not None
-    assert process.stdout.readline() == b"held\n"
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
-    process.stdout.close()
+    with held(most_puts) as process:
+        process.kill()
     with pytest.raises(UserError, match="not there"):
         open_all_splits([f"{OUT}/train"], store=Store(), report=quiet)
     if most_puts > 4:  # the plan is there
@@ -103,6 +111,33 @@ def test_killed_while_it_writes(most_puts: int, expected: dict[str, str]):
             pack("digits", OUT, report=quiet, **OPTIONS | {"seed": 1})
     pack("digits", OUT, report=quiet, **OPTIONS)
     assert stored() == expected
+
+
+@pytest.mark.parametrize("most_puts", [6, 18, 30])
+def test_one_goes_on_after_another_has_finished(most_puts: int, expected: dict[str, str]):
+    """Between any two uploads of it."""
+    with held(most_puts) as process:
+        pack("digits", OUT, report=quiet, **OPTIONS)
+        assert stored() == expected
+        process.communicate(b"go\n")
+    assert process.returncode == 0
+    assert stored() == expected
+
+
+@pytest.mark.parametrize("most_puts", [2, 12])
+def test_one_appends_after_another_has_appended_the_same(most_puts: int, tmp_path: Path):
+    for name in ("first", "second"):
+        write_folder(tmp_path / name, {"cat": 20, "dog": 20})
+    options: dict[str, Any] = {"samples_per_shard": 20, "name": "pets"}
+    pack(str(tmp_path / "first"), OUT, report=quiet, **options)
+    options |= {"existing": "append"}
+    with held(most_puts, str(tmp_path / "second"), **options) as process:
+        report = pack(str(tmp_path / "second"), OUT, report=quiet, **options)
+        assert sum(manifest.num_samples for manifest in report.manifests) == 80
+        whole = stored()
+        process.communicate(b"go\n")
+    assert process.returncode == 0
+    assert stored() == whole
 
 
 def test_two_at_once(expected: dict[str, str]):
