@@ -80,6 +80,13 @@ def recipe(shards: Path, changes: Mapping[str, object] | None = None) -> dict[st
     return content
 
 
+def fault_variables(faults: Sequence[Fault]) -> dict[str, str]:
+    """Variables of a process that they strike; without any, of one that runs the repository's code."""
+    if not faults:
+        return {"PYTHONPATH": python_path()}
+    return {"PYTHONPATH": python_path(INJECT), "SHARDVIT_FAULT": json.dumps(list(faults))}
+
+
 def pack_shards(out: Path) -> Path:
     """Pack the suite's shards, digits of three classes."""
     pack("digits", out, classes=("0", "1", "2"), holdout=0.2, samples_per_shard=100, report=lambda text: None)
@@ -298,12 +305,11 @@ class Case:
         """Variables of the case's processes."""
         return {
             **os.environ,
-            "PYTHONPATH": python_path(*([INJECT] if faults else [])),
+            **fault_variables(faults),
             "TMPDIR": str(self.temporary),
             MARK: self.mark,
             "MLFLOW_TRACKING_URI": "http://127.0.0.1:9",  # nobody there
             "DS_ACCELERATOR": "cpu",
-            **({"SHARDVIT_FAULT": json.dumps(list(faults))} if faults else {}),
         }
 
     def processes(self) -> list[psutil.Process]:

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from shardvit.pipeline.runs.logs import read_metrics
-from tests.conftest import ROOT
+from tests.faults.harness import fault_variables
 from tests.pipeline.tracking.read_back import curves_of, tensorboard_curves, wandb_curves, wandb_history
 
 RECIPE = """
@@ -45,7 +45,7 @@ def test_a_killed_run_that_is_run_again_is_whole_in_each_service(tmp_path: Path)
     from mlflow.tracking import MlflowClient
 
     environ = {name: text for name, text in os.environ.items() if not name.startswith(("MLFLOW_", "WANDB_"))}
-    environ |= {"PYTHONPATH": str(ROOT), "WANDB_MODE": "offline"}
+    environ |= {**fault_variables(()), "WANDB_MODE": "offline"}
     command = [sys.executable, "-P", "-m", "shardvit.launch.cli"]
     (tmp_path / "my.yaml").write_text(RECIPE)
     subprocess.run([*command, "pack", "digits", "shards", "--holdout", "0.2"], cwd=tmp_path, env=environ, check=True)
@@ -55,7 +55,10 @@ def test_a_killed_run_that_is_run_again_is_whole_in_each_service(tmp_path: Path)
         file = stage / f"{name}.json"
         return int(json.loads(file.read_text())["sent_rows"]) if file.exists() else 0
 
-    first = subprocess.Popen([*command, "run", "my.yaml"], cwd=tmp_path, env=environ, stderr=subprocess.DEVNULL)
+    # Training waits for W&B and TensorBoard, which take half a minute to start beside other work.
+    fault = {"action": "stop", "point": "between_steps", "rank": 0, "step": 1000, "once": str(tmp_path / "struck")}
+    faulty = environ | fault_variables([fault])
+    first = subprocess.Popen([*command, "run", "my.yaml"], cwd=tmp_path, env=faulty, stderr=subprocess.DEVNULL)
     end = time.monotonic() + 240
     while min(map(sent, ("tensorboard", "wandb"))) < 60:
         assert first.poll() is None and time.monotonic() < end

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,9 @@ import pytest
 from shardvit.data_shards.packing.pack import pack
 from shardvit.pipeline.runs.logs import read_metrics
 from shardvit.pipeline.runs.run_folder import RunFolder
+from tests.faults.harness import Fault, fault_variables
 from tests.small_recipe import small_recipe, small_stage, write_recipe
 
-ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_SECONDS = 900.0
 SWEEP = ("sweep", "recipe.yaml", "finetune.optimizer.lr=0.01,0.3", "--hold-out", "10%")
 
@@ -40,11 +41,11 @@ def work(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def start(work: Path, *arguments: str) -> subprocess.Popen[str]:
+def start(work: Path, *arguments: str, faults: Sequence[Fault] = ()) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "shardvit.launch.cli", *arguments],
         cwd=work,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, **fault_variables(faults)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -68,10 +69,10 @@ def wait_for(condition: object, *, process: subprocess.Popen[str]) -> None:
 def test_killed_in_the_middle_it_goes_on_and_equals_ordinary_runs(work: Path):
     root = work / "runs" / "law-sweep"
     log = root / "lr-0.01" / "finetune" / "metrics.jsonl"
-    first = start(work, *SWEEP)
-    wait_for(lambda: log.exists() and any(row.step >= 8 for row in read_metrics(log)), process=first)
-    first.send_signal(signal.SIGKILL)
-    finish(first)  # its rank saves and ends, as nobody is left to report to
+    fault = {"action": "kill_all", "point": "between_steps", "rank": 0, "step": 8, "once": str(work / "struck")}
+    code, output = finish(start(work, *SWEEP, faults=[fault]))
+    assert code == -signal.SIGKILL, output
+    assert read_metrics(log)[-1].step <= 8
     (pretrain,) = root.glob("pretrain-*")
     weights_written = (pretrain / "pretrain" / "model" / "model.safetensors").stat().st_mtime_ns
 
