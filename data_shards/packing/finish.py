@@ -251,7 +251,7 @@ def remove_work(out: str, job: PackJob | None = None) -> None:
 
 
 def remove_records(job: PackJob, others: Sequence[str] = ()) -> None:
-    """Remove all shards' records and statistics from the work folder, and other files of it."""
+    """Remove the records and statistics of all shards, and `others`, from the work folder."""
     files = [job.file(number) for number in range(len(job.plan.sizes))]
     names = [*map(record_file, files), *map(statistics_file, files), *others]
     with ThreadPoolExecutor(_REQUESTS) as pool:

@@ -197,7 +197,7 @@ class _Packing:
             before = None if is_local(self.out) else self._before(self._live(), content)
             if before is None:
                 raise
-            if planned:  # written after the process that has finished the same had removed the work folder
+            if planned:  # some records may have been written after the other process removed the work folder
                 remove_records(planned[0])
             return self._compare(*self._open(source_spec), before)
 
