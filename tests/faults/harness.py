@@ -23,6 +23,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -276,6 +277,7 @@ class Case:
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                preexec_fn=partial(signal.signal, signal.SIGHUP, signal.SIG_DFL),  # else that of nohup
             )
         return Attempt(process, output=output, case=self, faults=faults)
 
