@@ -75,7 +75,7 @@ from shardvit.data_shards.store import upload
 
 put, count, most = upload._put, 0, int(sys.argv[2])
 released = threading.Event()
-threading.Thread(target=lambda: sys.stdin.readline() and released.set(), daemon=True).start()
+threading.Thread(target=lambda: (sys.stdin.readline(), released.set()), daemon=True).start()
 
 def put_and_wait(remote, data, num_bytes):
     global count
@@ -92,7 +92,7 @@ pack(sys.argv[4], sys.argv[1], report=lambda line: None, **json.loads(sys.argv[3
 
 @contextmanager
 def held(most_puts: int, source: str = "digits", **options: Any) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that packs, and waits for a line after so many uploads."""
+    """A process that packs, and waits after so many uploads for a line or the end of its input."""
     command = [sys.executable, "-c", HELD, OUT, str(most_puts), json.dumps(options or OPTIONS), source]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
@@ -115,7 +115,7 @@ def test_killed_while_it_writes(most_puts: int, expected: dict[str, str]):
 
 @pytest.mark.parametrize("most_puts", [6, 18, 30])
 def test_one_goes_on_after_another_has_finished(most_puts: int, expected: dict[str, str]):
-    """Between any two uploads of it."""
+    """It waits in its plan, at a shard or at a record; nothing of its own is left."""
     with held(most_puts) as process:
         pack("digits", OUT, report=quiet, **OPTIONS)
         assert stored() == expected
