@@ -82,7 +82,7 @@ def recipe(shards: Path, changes: Mapping[str, object] | None = None) -> dict[st
 
 
 def fault_variables(faults: Sequence[Fault]) -> dict[str, str]:
-    """Variables of a process that they strike; without any, of one that runs the repository's code."""
+    """Return the environment variables of a process that runs the repository's code and meets `faults`."""
     if not faults:
         return {"PYTHONPATH": python_path()}
     return {"PYTHONPATH": python_path(INJECT), "SHARDVIT_FAULT": json.dumps(list(faults))}
@@ -277,7 +277,7 @@ class Case:
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=partial(signal.signal, signal.SIGHUP, signal.SIG_DFL),  # else that of nohup
+                preexec_fn=partial(signal.signal, signal.SIGHUP, signal.SIG_DFL),  # else as under nohup: ignored
             )
         return Attempt(process, output=output, case=self, faults=faults)
 

@@ -55,7 +55,7 @@ def test_a_killed_run_that_is_run_again_is_whole_in_each_service(tmp_path: Path)
         file = stage / f"{name}.json"
         return int(json.loads(file.read_text())["sent_rows"]) if file.exists() else 0
 
-    # Training waits for W&B and TensorBoard, which take half a minute to start beside other work.
+    # Rank 0 stops: W&B may take half a minute to start, by when training would be over.
     fault = {"action": "stop", "point": "between_steps", "rank": 0, "step": 1000, "once": str(tmp_path / "struck")}
     faulty = environ | fault_variables([fault])
     first = subprocess.Popen([*command, "run", "my.yaml"], cwd=tmp_path, env=faulty, stderr=subprocess.DEVNULL)
