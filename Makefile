@@ -47,7 +47,7 @@ test: $(ALL) ## run the tests in two processes, without those marked slow or fau
 gpu: $(GPU) ## try all that a GPU can get wrong: gpu-report.html (30 minutes; ARGS='--device cpu' or '--only suite'; docs/gpu.md)
 	@$(PY) -m shardvit.launch.bench.acceptance $(ARGS)
 
-faults: $(ALL) ## try every fault on real processes and print what became of each (half an hour on 2 cores; ARGS='--faults-table FILE')
+faults: $(ALL) ## try every fault on real processes and print what became of each (26 to 41 minutes on 2 cores; ARGS='--faults-table FILE')
 	@$(PY) -m pytest tests/faults $(ARGS)
 
 soak: $(ALL) ## disturb one run every 30 s at random and compare it with an undisturbed one (ARGS='--minutes 20 --seed 0 --record FILE')
