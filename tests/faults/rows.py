@@ -2,6 +2,7 @@
 
 import fcntl
 import re
+import textwrap
 import time
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -137,8 +138,8 @@ def table(rows: Collection[Row], *, widest: int = 72) -> list[str]:
     return [shown[0], "-+-".join("-" * width for width in widths), *shown[1:]]
 
 
-def _cut(text: str, widest: int) -> str:
-    return text if len(text) <= widest else f"{text[: widest - 3]}..."
+def _cut(text: str, widest: int) -> str:  # after a word: CI spells what is kept of the table
+    return textwrap.shorten(text, widest, placeholder=" ...")
 
 
 def _looks_temporary(name: str) -> bool:
