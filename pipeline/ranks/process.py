@@ -47,6 +47,11 @@ def describe_process(pid: int) -> str:
     }.get(fields[0] if fields else "", "")
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether a process answers no signal but SIGKILL until it is told to continue."""
+    return (_stat(pid) or [""])[0] in ("T", "t")
+
+
 def _stat(pid: int) -> list[str] | None:
     """Split /proc/PID/stat from the state on; the process name before it may contain anything."""
     try:

@@ -1,6 +1,8 @@
 """Dump stacks: on SIGUSR2 a rank appends all its threads' stacks to a file and continues.
 
 faulthandler dumps in a C signal handler, so it works even while the main thread waits or holds the GIL in a C call.
+The kernel prefers the main thread for it, but not in a process that was stopped: there another thread would read the
+main thread's frames while they change, and crash.
 """
 
 import faulthandler

@@ -48,7 +48,7 @@ from shardvit.pipeline.ranks.heartbeat import (
     write_heartbeat,
 )
 from shardvit.pipeline.ranks.place import Place
-from shardvit.pipeline.ranks.process import describe_process, process_started, this_machine
+from shardvit.pipeline.ranks.process import describe_process, is_stopped, process_started, this_machine
 from shardvit.pipeline.ranks.stacks import (
     DUMP_SIGNAL,
     StackDumps,
@@ -202,8 +202,9 @@ class Watch:
     def _end_the_run(self, suspects: list[Suspect]) -> None:
         here = [beat for rank in self._siblings if (beat := self._sightings.of(rank)) and beat.is_signalable]
         kernel = {beat.rank: describe_process(beat.pid) for beat in here}
-        # Ours first: asking resumes a stopped rank, and with it this rank's main thread.
-        stacks = self._collect_stacks([self._beat("running"), *here])
+        # Resumed, a stopped process would train on, and its dump could crash (see `stacks`).
+        asked = [beat for beat in here if not is_stopped(beat.pid)]
+        stacks = self._collect_stacks([self._beat("running"), *asked])
         named = [self._describe(suspect, kernel=kernel, stacks=stacks) for suspect in suspects[:_MOST_NAMED]]
         if len(suspects) > _MOST_NAMED:
             named.append(f"{len(suspects) - _MOST_NAMED} more processes are at the same place")
@@ -227,7 +228,6 @@ class Watch:
                 continue
             with suppress(ProcessLookupError):
                 os.kill(beat.pid, DUMP_SIGNAL)
-                os.kill(beat.pid, signal.SIGCONT)  # a stopped process cannot answer
         deadline, dumps, missing = time.monotonic() + _STACK_SECONDS, dict[int, str](), beats
         while missing:
             for beat in missing:
