@@ -8,6 +8,7 @@ when run again after an interruption.
 from __future__ import annotations
 
 import json
+import re
 import sys
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -159,12 +160,12 @@ def _few_shot(recipe: str, data: DemoData, shards_root: Path) -> list[str]:
 
 
 def _machine(data: DemoData) -> list[str]:
-    """The recipes have two processes; on GPUs, each needs its own. On CPUs without AMX, bf16 is slower than float32."""
+    """The recipes have two processes; on GPUs, each needs its own. On CPUs without bf16, float32 is faster."""
     if gpus := num_gpus():
         return [f"processes={min(2, gpus)}"]
     facts = Path("/proc/cpuinfo")
-    has_amx = facts.exists() and "amx_bf16" in facts.read_text(encoding="utf-8")
-    return ["engine.precision=fp32"] if data == "cifar10" and not has_amx else []
+    has_bf16 = facts.exists() and re.search(r"\b(amx|avx512)_bf16\b", facts.read_text(encoding="utf-8"))
+    return ["engine.precision=fp32"] if data == "cifar10" and not has_bf16 else []
 
 
 def comparison(transferred: RunFolder, *, scratch: RunFolder | None) -> str:
