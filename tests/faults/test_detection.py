@@ -8,8 +8,8 @@ from tests.faults.harness import STEPS
 from tests.faults.rows import Row
 
 HANGS = (
-    "A rank that hangs is named after engine.hang_seconds, with its host, process, last step and, unless it is stopped, "
-    "stack; the run ends with an error, and --max-restarts resumes by itself."
+    "A rank that hangs is named after engine.hang_seconds, with its host, process, last step and, unless it is "
+    "stopped, stack; the run ends with an error, and --max-restarts resumes by itself."
 )
 SLOW = (
     "A rank that takes engine.slow_rank_factor times as long as the others over four points of the curve in a row, and "
