@@ -1,8 +1,8 @@
-"""Keep what a run of recipe `cifar10` was and found: the files of docs/results/cifar10/.
+"""Keep what a run of recipe `cifar10` or `cifar10_long` was and found: the files of docs/results/NAME/.
 
-Run `shardvit report RUN`, then `python -m shardvit.launch.bench.cifar10_page RUN SHARDS docs/results/cifar10`. Copies
-the last stage's weights and, without this machine's folders, the report; writes each stage's metrics as CSV, the run's
-log, and SHA256SUMS of weights and shards, for `sha256sum --check` beside `shards/cifar10/`. The page,
+Run `shardvit report RUN`, then `python -m shardvit.launch.bench.cifar10_page RUN SHARDS docs/results/NAME`. Copies the
+last stage's weights, the run's output (RUN.log) and, without this machine's folders, the report; writes each stage's
+metrics as CSV, and SHA256SUMS of weights and shards, for `sha256sum --check` beside `shards/cifar10/`. The page,
 docs/results/cifar10.md, is written by hand.
 """
 
@@ -12,7 +12,6 @@ import shutil
 from pathlib import Path
 
 from shardvit.launch.api.loaded_run import load_run
-from shardvit.launch.bench.cifar10 import RECIPE
 
 _STAGES = ("pretrain", "finetune")
 
@@ -32,7 +31,7 @@ def write(run: Path, *, shards: Path, folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(run / _STAGES[-1] / "model", folder / "model")
     page = (run / "report.html").read_text(encoding="utf-8")
-    (folder / "report.html").write_text(page.replace(str(run.resolve()), f"runs/{RECIPE}"), encoding="utf-8")
+    (folder / "report.html").write_text(page.replace(str(run.resolve()), f"runs/{folder.name}"), encoding="utf-8")
     shutil.copy(run / "recipe.yaml", folder)
     shutil.copy(run.with_name(f"{run.name}.log"), folder / "log.txt")
     for stage in _STAGES:
