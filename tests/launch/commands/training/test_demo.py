@@ -8,7 +8,9 @@ import pytest
 
 from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.packing.sources.recognise import open_source
+from shardvit.launch.commands.training import demo
 from shardvit.launch.commands.training.demo import CHOICES, comparison, next_commands
+from shardvit.launch.commands.training.demo import _machine as machine
 from shardvit.launch.commands.training.demo import _shard_paths as shard_paths
 from shardvit.launch.commands.training.demo import _source as source
 from shardvit.model.formats.export import formats_of
@@ -83,6 +85,18 @@ def test_cifar10_is_one_shard_set_for_both_stages():
     for stage in (changed.train_stage("pretrain"), changed.train_stage("finetune")):
         assert [each.shards for each in stage.train or ()] == ["/else/cifar10/train"]
         assert stage.eval and stage.eval.shards == "/else/cifar10/val"
+
+
+@pytest.mark.parametrize(
+    ("flags", "changes"),
+    [("amx_bf16", []), ("avx512_bf16 avx512f", []), ("avx512f amx_tile", ["engine.precision=fp32"])],
+)
+def test_cifar10_is_trained_in_bf16_where_the_processor_has_it(tmp_path, monkeypatch, flags, changes):
+    facts = tmp_path / "cpuinfo"
+    facts.write_text(f"flags\t\t: fpu {flags} sse\n")
+    monkeypatch.setattr(demo, "Path", lambda _: facts)
+    monkeypatch.setattr(demo, "num_gpus", lambda: 0)
+    assert (machine("cifar10"), machine("digits")) == (changes, [])
 
 
 def test_the_table_shows_what_the_records_hold(tmp_path):
